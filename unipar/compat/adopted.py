@@ -48,7 +48,7 @@ class AdoptedModel(PreparedModel):
     """
 
     _unipar_passes = True
-    calls: ClassVar[Calls] = _CALLS
+    face_calls: ClassVar[Calls] = _CALLS
     guards_module: ClassVar[bool] = False
     called: bool
     wrapped: bool
@@ -69,7 +69,7 @@ class AdoptedModel(PreparedModel):
     @property
     def world(self) -> World:
         """The joined processes."""
-        return self._session.world
+        return self._unipar_session.world
 
     @property
     def learns(self) -> bool:
@@ -80,17 +80,17 @@ class AdoptedModel(PreparedModel):
     def is_trained(self) -> bool:
         """Whether the script still has the optimizer that it was taken up with."""
         training = self.training_by
-        return training is not None and training.engine in self._session.engines.values()
+        return training is not None and training.engine in self._unipar_session.engines.values()
 
     @property
     def divided(self) -> bool:
         """Whether each rank has a part of the weights."""
-        return "parameters" in self._session.capabilities.sharded
+        return "parameters" in self._unipar_session.capabilities.sharded
 
     @property
     def sums_in_order(self) -> bool:
         """Whether ranks sum gradients block after block, so that all are to use the same ones."""
-        return bool(self._session.capabilities.sharded)
+        return bool(self._unipar_session.capabilities.sharded)
 
     def _share_buffers(self, training: Training) -> None:
         # DDP's forward does it, and ranks need not evaluate together around it.

@@ -23,8 +23,9 @@ from unipar.state import is_dtensor
 from unipar.strategy import Engine
 
 _LEADS_TO = "unipar.compat"
-_OWN = ("module", "shapes", "training", "training_by")
-"""What is set on a prepared model itself, and not on the module."""
+_OWN = ("module", "whole_shapes", "training_by")
+"""What is set on a prepared model itself, beside what begins so; all else is the module's."""
+_PREFIX = "_unipar_"
 
 
 class Calls(NamedTuple):
@@ -78,10 +79,10 @@ class PreparedModel(nn.Module):
     Attributes:
         module: the user's, as the strategy has made it.
         training_by: what trains it, once its optimizer is prepared.
-        shapes: of its parameters and buffers, as a whole.
+        whole_shapes: of its parameters and buffers, as a whole.
     """
 
-    calls: ClassVar[Calls] = Calls()
+    face_calls: ClassVar[Calls] = Calls()
     guards_module: ClassVar[bool] = True
     """Whether state dicts of the module itself are refused where they would be of parts."""
 
@@ -96,29 +97,31 @@ class PreparedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.training = module.training
+        self.__dict__["training"] = module.training
         self.training_by: Training | None = None
-        self._session, self._half, self._device = session, half, device
-        self._widens = widens and half is not None
-        self._shared, self._bare = False, None
+        self._unipar_session, self._unipar_half, self._unipar_device = session, half, device
+        self._unipar_widens = widens and half is not None
+        self._unipar_shared, self._unipar_bare = False, None
         # Scripts may hold parameters from before the strategy puts others in their place.
         state = module.state_dict()
-        self.shapes = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
-        self._names = {id(one): (weakref.ref(one), name) for name, one in module.named_parameters()}
+        self.whole_shapes = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
+        self._unipar_names = {
+            id(one): (weakref.ref(one), name) for name, one in module.named_parameters()
+        }
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The name of a parameter, also of one from before the strategy had the model."""
-        known, name = self._names.get(id(parameter), (None, None))
+        known, name = self._unipar_names.get(id(parameter), (None, None))
         return name if known is not None and known() is parameter else None
 
     def trained_by(self, engine: Engine, drop: Callable[..., None]) -> Training:
         """Compute by an engine from now on; see :class:`Training`."""
         self.module = engine.module
         for name, one in engine.module.named_parameters():
-            self._names[id(one)] = weakref.ref(one), name
+            self._unipar_names[id(one)] = weakref.ref(one), name
         self.training_by = Training(engine, drop)
         if self.guards_module:
-            _guard(engine.module, self._session, self.calls)
+            _guard(engine.module, self._unipar_session, self.face_calls)
         return self.training_by
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,9 +135,13 @@ class PreparedModel(nn.Module):
             except BaseException:
                 training.failed = True
                 raise
-        if self._widens:
+        if self._unipar_widens:
             output = fp32(output)
-        if training is not None and torch.is_grad_enabled() and len(self._session.engines) > 1:
+        if (
+            training is not None
+            and torch.is_grad_enabled()
+            and len(self._unipar_session.engines) > 1
+        ):
             self._note(training, output, (args, kwargs))
         return output
 
@@ -148,8 +155,8 @@ class PreparedModel(nn.Module):
                 training.engine.reducer.share_buffers()
 
     def _by_itself(self, args: Any, kwargs: Any) -> Any:
-        self.share()
-        world = self._session.world
+        self.share_weights()
+        world = self._unipar_session.world
         with self._autocast():
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and world.size > 1:
@@ -159,14 +166,14 @@ class PreparedModel(nn.Module):
                     tensor.register_hook(self._refuse_untrained)
         return output
 
-    def bare(self, *, in_half: bool) -> nn.Module:
+    def bare_module(self, *, in_half: bool) -> nn.Module:
         """The module itself.
 
         Args:
             in_half: whether it computes in the run's half precision, and gives fp32, where it is
                 called by itself; not where the strategy has its weights in half precision.
         """
-        if in_half and self._half is not None and self._bare is None:
+        if in_half and self._unipar_half is not None and self._unipar_bare is None:
             held, within = weakref.ref(self), self.module.forward
 
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -176,30 +183,30 @@ class PreparedModel(nn.Module):
                 with own._autocast():
                     return fp32(within(*args, **kwargs))
 
-            self._bare = replace_forward(self.module, forward)
-        elif not in_half and self._bare is not None:
-            self._bare()
-            self._bare = None
+            self._unipar_bare = replace_forward(self.module, forward)
+        elif not in_half and self._unipar_bare is not None:
+            self._unipar_bare()
+            self._unipar_bare = None
         return self.module
 
     def _is_bare(self) -> bool:
         """Whether it is called by itself, and by no engine."""
         engine = self.training_by.engine if self.training_by is not None else None
         by_autocast = not isinstance(engine, StepEngine) or engine.precision.autocasts
-        return by_autocast and not torch.is_autocast_enabled(self._session.world.device.type)
+        return by_autocast and not torch.is_autocast_enabled(self._unipar_session.world.device.type)
 
     def _autocast(self) -> torch.autocast:
-        device = self._session.world.device
-        return torch.autocast(device.type, self._half, enabled=self._half is not None)
+        device = self._unipar_session.world.device
+        return torch.autocast(device.type, self._unipar_half, enabled=self._unipar_half is not None)
 
-    def share(self) -> None:
+    def share_weights(self) -> None:
         """Move a model that computes by itself, and give it rank 0's weights, once. Collective."""
-        if self._shared or self.training_by is not None:
+        if self._unipar_shared or self.training_by is not None:
             return
-        self._shared = True
-        world = self._session.world
-        if self._device is not None:
-            self.module.to(self._device)
+        self._unipar_shared = True
+        world = self._unipar_session.world
+        if self._unipar_device is not None:
+            self.module.to(self._unipar_device)
         with own_randomness(world.device):
             broadcast_tensors([*self.module.parameters(), *self.module.buffers()], world)
 
@@ -207,7 +214,7 @@ class PreparedModel(nn.Module):
         raise ConfigError(
             "a backward pass came to a model whose optimizer is not prepared: its gradients would "
             "not be summed over the ranks, and replicas would drift apart. Prepare the optimizer "
-            f"too: {self.calls.optimized}."
+            f"too: {self.face_calls.optimized}."
         )
 
     def _note(self, training: Training, output: Any, inputs: Any) -> None:
@@ -234,7 +241,7 @@ class PreparedModel(nn.Module):
             self.training_by.drop(set_to_none=set_to_none, of=self.module.parameters())
 
     def train(self, mode: bool = True) -> PreparedModel:
-        self.training = mode
+        self.__dict__["training"] = mode
         self.module.train(mode)
         return self
 
@@ -245,8 +252,11 @@ class PreparedModel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training_by is not None and "parameters" in self._session.capabilities.sharded:
-            raise _only_a_part("its state_dict()", self._session, self.calls)
+        if (
+            self.training_by is not None
+            and "parameters" in self._unipar_session.capabilities.sharded
+        ):
+            raise _only_a_part("its state_dict()", self._unipar_session, self.face_calls)
         return self.module.state_dict(*args, **kwargs)
 
     def whole_state_dict(self) -> dict[str, Any]:
@@ -255,25 +265,30 @@ class PreparedModel(nn.Module):
         Where they do, only rank 0 has it, and the others get an empty one.
         """
         training = self.training_by
-        if training is None or "parameters" not in self._session.capabilities.sharded:
+        if training is None or "parameters" not in self._unipar_session.capabilities.sharded:
             return self.module.state_dict()
-        world = self._session.world
+        world = self._unipar_session.world
         found = GatheredModel(training.engine, world, rank0_only=True).state_dict()
         return found if world.is_main else OnRank0()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training_by is not None and self._session.capabilities.sharded:
+        if self.training_by is not None and self._unipar_session.capabilities.sharded:
             raise ConfigError(
-                f"strategy '{self._session.strategy.name}' divides the run's state among ranks, so "
-                f"weights cannot be put into it here. Load them before {self.calls.prepare}(model)."
+                f"strategy '{self._unipar_session.strategy.name}' divides the run's state among "
+                "ranks, so weights cannot be put into it here. Load them before "
+                f"{self.face_calls.prepare}(model)."
             )
         return self.module.load_state_dict(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name.startswith("_"):
+        # Torch notes on each module what hooks it has, and what it was compiled into.
+        of_torch = name.startswith("_") and (name in vars(self) or hasattr(nn.Module, name))
+        if name in _OWN or name.startswith(_PREFIX) or of_torch:
             super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
+            return
+        if name == "training":
+            super().__setattr__(name, value)
+        setattr(self.module, name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -287,30 +302,36 @@ class PreparedModel(nn.Module):
         Raises:
             ConfigError: the strategy divides the model.
         """
-        if self.training_by is not None and "parameters" in self._session.capabilities.sharded:
+        if (
+            self.training_by is not None
+            and "parameters" in self._unipar_session.capabilities.sharded
+        ):
             raise ConfigError(
-                f"strategy '{self._session.strategy.name}' divides the model among ranks, so a "
-                f"copy (deepcopy, AveragedModel) would hold a part. {self._averaging()}"
+                f"strategy '{self._unipar_session.strategy.name}' divides the model among ranks, "
+                f"so a copy (deepcopy, AveragedModel) would hold a part. {self._averaging()}"
             )
         made = type(self)(
-            copy.deepcopy(self.module, memo), self._session, half=self._half, device=None,
-            widens=self._widens,
-        )  # fmt: skip
+            copy.deepcopy(self.module, memo),
+            self._unipar_session,
+            half=self._unipar_half,
+            device=None,
+            widens=self._unipar_widens,
+        )
         # Ranks have the same weights since the model is trained.
-        made._shared = self._shared or self.training_by is not None
+        made._unipar_shared = self._unipar_shared or self.training_by is not None
         return made
 
     def _averaging(self) -> str:
         """How to average the weights of a model that is divided."""
         if any(is_dtensor(one) for one in self.module.parameters()):
             return (
-                f"For an average of weights, after {self.calls.prepare}: average = [p.detach()"
+                f"For an average of weights, after {self.face_calls.prepare}: average = [p.detach()"
                 ".clone() for p in model.parameters()], which is divided alike; p.data.copy_(a) "
                 "evaluates with it."
             )
         return (
-            f"Copy it before {self.calls.prepare}; and to average weights as it is trained, use a "
-            "strategy that leaves parameters whole, such as ddp or zero2."
+            f"Copy it before {self.face_calls.prepare}; and to average weights as it is trained, "
+            "use a strategy that leaves parameters whole, such as ddp or zero2."
         )
 
 

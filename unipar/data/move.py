@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -116,7 +117,7 @@ def _parts(data: Any) -> Iterator[Any]:
 
 def with_items(data: Any, change: Callable[[Any], Any]) -> Any:
     """Return a container with its items changed; itself, if none is another object by that."""
-    if isinstance(data, (list, tuple)):
+    if isinstance(data, (list, tuple, deque)):
         items = [change(item) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):
             return data

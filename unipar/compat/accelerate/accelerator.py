@@ -300,7 +300,7 @@ class Accelerator(Exchange, Keeping):
         prepared = PreparedModel(model, self._session, half=self._half, device=device)
         self._models.append(prepared)
         if not any(one.requires_grad for one in model.parameters()):
-            prepared.share()
+            prepared.share_weights()
         return prepared
 
     def _add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:

@@ -28,7 +28,7 @@ def check_whole(obj: Any, models: Iterable[PreparedModel]) -> None:
         name: shape
         for model in models
         if model.training_by is not None
-        for name, shape in model.shapes.items()
+        for name, shape in model.whole_shapes.items()
     }
     for name, tensor in found:
         known = shapes.get(name.rpartition("module.")[2] or name)

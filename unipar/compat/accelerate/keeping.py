@@ -39,7 +39,8 @@ class Keeping(Settings):
                 called by itself, and to give fp32.
             keep_torch_compile: without effect: the strategy compiles what a module computes.
         """
-        return model.bare(in_half=keep_fp32_wrapper) if isinstance(model, PreparedModel) else model
+        is_prepared = isinstance(model, PreparedModel)
+        return model.bare_module(in_half=keep_fp32_wrapper) if is_prepared else model
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object on rank 0; the others go on.

@@ -79,7 +79,7 @@ def initialize(
     own = _optimizer(settings, model, optimizer, model_parameters)
     taken = None
     if own is None:
-        prepared.share()
+        prepared.share_weights()
     else:
         may_skip = precision == "fp16" or current.config.on_nan == "skip"
         taken = EngineOptimizer(own, session, accumulating=lambda: False, may_skip=may_skip)

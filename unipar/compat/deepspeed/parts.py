@@ -28,7 +28,7 @@ _CALLS = Calls(
 class EngineModel(PreparedModel):
     """A model in the run's precision, whose outputs are what they are there."""
 
-    calls: ClassVar[Calls] = _CALLS
+    face_calls: ClassVar[Calls] = _CALLS
 
 
 class EngineOptimizer(PreparedOptimizer):

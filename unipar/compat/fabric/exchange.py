@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.nn import functional as differentiable
-from torch.utils._pytree import tree_map
 
+from unipar.compat.fabric.settings import Asked
 from unipar.compat.fabric_names import refuse
 from unipar.compat.run import current
+from unipar.data.move import with_items
 
 
 class Exchange:
     """What does not need the others until it is a collective; the first of those joins them."""
+
+    _asked: Asked
 
     @property
     def device(self) -> torch.device:
@@ -77,9 +80,10 @@ class Exchange:
         return held[0]
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Every rank's tensors, behind a new first dimension of ranks; as they are on one rank.
+        """Every rank's tensors, behind a new first dimension of ranks. Collective.
 
-        Collective.
+        On one rank they are as they are, unless the script names a strategy: Fabric's then has the
+        dimension, too.
 
         Args:
             data: tensors and numbers, in collections of any depth; of the same shapes everywhere.
@@ -90,18 +94,20 @@ class Exchange:
             refuse("Fabric.all_gather(group=…)")
         size = current.world().size
 
-        def one(value: Any) -> Any:
-            tensor = _tensor(value, self.device)
-            if size == 1 or not isinstance(tensor, torch.Tensor):
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            if size == 1 and not self._asked.names_strategy:
                 return tensor
+            own = tensor if sync_grads else tensor.detach()
+            if size == 1:
+                return torch.stack([own])
+            own = own.contiguous()
             if sync_grads:
-                return torch.stack(differentiable.all_gather(tensor.contiguous()))
-            own = tensor.detach().contiguous()
+                return torch.stack(differentiable.all_gather(own))
             parts = [torch.empty_like(own) for _ in range(size)]
             dist.all_gather(parts, own)
             return torch.stack(parts)
 
-        return tree_map(one, data)
+        return _changed(data, one, self.device)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Tensors reduced over ranks, in place; numbers become tensors. Collective.
@@ -118,14 +124,23 @@ class Exchange:
         named = dist.ReduceOp.SUM if means else reduce_op
         op = getattr(dist.ReduceOp, named.upper()) if isinstance(named, str) else named
 
-        def one(value: Any) -> Any:
-            tensor = _tensor(value, self.device)
-            if size == 1 or not isinstance(tensor, torch.Tensor):
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            if size == 1:
                 return tensor
             dist.all_reduce(tensor, op)
             return tensor.copy_(tensor / size) if means else tensor
 
-        return tree_map(one, data)
+        return _changed(data, one, self.device)
+
+
+def _changed(
+    data: Any, change: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> Any:
+    """What is given, with the tensors and numbers in it changed."""
+    tensor = _tensor(data, device)
+    if isinstance(tensor, torch.Tensor):
+        return change(tensor)
+    return with_items(data, lambda one: _changed(one, change, device))
 
 
 def _tensor(value: Any, device: torch.device) -> Any:

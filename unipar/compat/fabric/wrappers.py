@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from unipar.compat.fabric.data import FabricDataLoader
 from unipar.compat.fabric.strategies import Strategy
@@ -21,6 +20,7 @@ from unipar.compat.fp32_outputs import cast
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.compat.tables import Table
+from unipar.data.move import with_items
 from unipar.engine import replace_forward
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -51,41 +51,42 @@ class FabricModule(PreparedModel):
         kwargs: of a prepared model.
     """
 
-    calls: ClassVar[Calls] = _CALLS
+    face_calls: ClassVar[Calls] = _CALLS
 
     def __init__(
         self, *args: Any, true: torch.dtype | None = None, wraps: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._true, self._wraps = true, wraps
-        self._methods: set[str] = set(_STEPS)
+        self._unipar_true, self._unipar_wraps = true, wraps
+        self._unipar_methods: set[str] = set(_STEPS)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # As Fabric 2.6 does it; earlier versions give a model that computes in half fp32.
-        taken = self._true or self._half
+        taken = self._unipar_true or self._unipar_half
         if taken is None:
             return super().forward(*args, **kwargs)
         args, kwargs = cast((args, kwargs), taken)
-        with default_dtype(self._true):
+        with default_dtype(self._unipar_true):
             output = super().forward(*args, **kwargs)
-        if self._true is None:
+        if self._unipar_true is None:
             return output
         return cast(output, torch.get_default_dtype())
 
     def trained_by(self, engine: Engine, drop: Callable[..., None]) -> Training:
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
         stepped = {one.dtype for group in groups for one in group["params"]}
-        if self._true is not None and stepped != {self._true}:
+        if self._unipar_true is not None and stepped != {self._unipar_true}:
             raise ConfigError(
-                f"strategy '{self._session.strategy.name}' steps by copies of the weights in other "
-                f"precision than {self._true}. Use precision='bf16-mixed' or '32-true', or "
-                "strategy ddp or fsdp."
+                f"strategy '{self._unipar_session.strategy.name}' steps by copies of the weights "
+                f"in other precision than {self._unipar_true}. Use precision='bf16-mixed' or "
+                "'32-true', or strategy ddp or fsdp."
             )
         return super().trained_by(engine, drop)
 
     def __deepcopy__(self, memo: Any) -> Any:
         made = super().__deepcopy__(memo)
-        made._true, made._wraps, made._methods = self._true, self._wraps, {*self._methods}
+        made._unipar_true, made._unipar_wraps = self._unipar_true, self._unipar_wraps
+        made._unipar_methods = {*self._unipar_methods}
         return made
 
     def mark_forward_method(self, method: Any) -> None:
@@ -100,14 +101,15 @@ class FabricModule(PreparedModel):
                 f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method "
                 "beside forward. Name one that it has."
             )
-        self._methods.add(name)
+        self._unipar_methods.add(name)
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
         # What nn.Module itself has is found before this is asked.
-        if name in self._methods and inspect.ismethod(found):
+        if name in self._unipar_methods and inspect.ismethod(found):
             return functools.partial(self._through_forward, found)
-        if inspect.ismethod(found) and found.__self__ is self._modules["module"] and self._wraps:
+        of_model = inspect.ismethod(found) and found.__self__ is self._modules["module"]
+        if of_model and self._unipar_wraps:
             return self._watched(found, name)
         return found
 
@@ -117,10 +119,10 @@ class FabricModule(PreparedModel):
         def once(*given: Any, **named: Any) -> Any:
             # The method may call the model's own forward.
             give_back()
-            if self._wraps or self._half is None:
+            if self._unipar_wraps or self._unipar_half is None:
                 return method(*given, **named)
             # Nothing but the model's own forward computes in half then, and casts what it is given.
-            with torch.autocast(self._session.world.device.type, enabled=False):
+            with torch.autocast(self._unipar_session.world.device.type, enabled=False):
                 return method(*args, **kwargs)
 
         give_back = replace_forward(module, once)
@@ -297,9 +299,11 @@ def _unwrap_objects(collection: Any) -> Any:  # pyright: ignore[reportUnusedFunc
             return uncompiled(model.module)[0]
         if isinstance(one, FabricOptimizer):
             return one.optimizer
-        return vars(one)["_loader"] if isinstance(one, FabricDataLoader) else one
+        if isinstance(one, FabricDataLoader):
+            return vars(one)["_loader"]
+        return with_items(one, unwrap)
 
-    return tree_map(unwrap, collection)
+    return unwrap(collection)
 
 
 def uncompiled(module: nn.Module) -> tuple[nn.Module, bool | dict[str, Any]]:

@@ -34,7 +34,7 @@ CALLS = Calls(
 class BoostedModel(PreparedModel):
     """A model that is called as before; what it computes in half precision comes out so."""
 
-    calls: ClassVar[Calls] = CALLS
+    face_calls: ClassVar[Calls] = CALLS
 
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
         """The module itself, as the strategy has made it."""

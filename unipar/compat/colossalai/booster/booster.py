@@ -110,7 +110,7 @@ class Booster:
                 model, self._session, half=self._half, device=world.device, widens=widens
             )
         if optimizer is None:
-            model.share()
+            model.share_weights()
         elif not isinstance(optimizer, BoostedOptimizer):
             optimizer = self._boosted(optimizer, model)
         if criterion is not None and self.mixed_precision is not None:
