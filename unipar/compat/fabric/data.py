@@ -17,12 +17,17 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
 )
 
 from unipar.compat.fabric.seeding import pl_worker_init_function
 from unipar.data import move_to
 from unipar.errors import ConfigError
 from unipar.world import World
+
+_OR_SHARE = "or share samples yourself and pass use_distributed_sampler=False."
+_OF_TORCH = frozenset(vars(DataLoader(TensorDataset())))
+"""The attributes of a loader that its class adds none to."""
 
 
 class FabricDataLoader(DataLoader):
@@ -86,12 +91,23 @@ def set_up(
 
 def _shared(loader: DataLoader, world: World) -> DataLoader:
     batches = loader.batch_sampler
-    if batches is not None and loader.batch_size is None:
+    # A class of the script's own may put its own in the place of what batch_size asks for.
+    by_hand = loader.batch_size is None or type(batches) is not BatchSampler
+    if batches is not None and by_hand:
         # lightning_fabric 2.6.6 makes batches of one sample of a plain BatchSampler.
         raise ConfigError(
             f"this DataLoader has batches of a {type(batches).__name__}, which cannot be shared "
-            "among ranks. Use batch_size= and sampler= or shuffle=, or share them yourself and "
-            "pass use_distributed_sampler=False."
+            f"among ranks. Use batch_size= and sampler= or shuffle=, {_OR_SHARE}"
+        )
+    begun = [
+        name
+        for name, value in vars(loader).items()
+        if isinstance(value, Iterator) and name not in _OF_TORCH
+    ]
+    if begun:
+        raise ConfigError(
+            f"this {type(loader).__name__} has an iterator over all samples, {', '.join(begun)}, "
+            f"which it has made before. Make it in __iter__, {_OR_SHARE}"
         )
     named: dict[str, Any] = {
         "num_replicas": world.data_size, "rank": world.data_rank,
@@ -105,6 +121,8 @@ def _shared(loader: DataLoader, world: World) -> DataLoader:
     # A copy, so that a class of the script's own stays; torch guards these attributes.
     shared = copy.copy(loader)
     shared.__dict__["sampler"] = sampler
+    # torch 2.13 goes on with that of workers that persist, which goes over all samples.
+    shared.__dict__["_iterator"] = None
     if batches is not None:
         again = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
         shared.__dict__["batch_sampler"] = again
@@ -125,8 +143,7 @@ class _SharedSampler(DistributedSampler):
         if not hasattr(sampler, "__len__"):
             raise ConfigError(
                 f"this DataLoader has a {type(sampler).__name__} without __len__, which cannot be "
-                "shared among ranks. Define it, or share samples yourself and pass "
-                "use_distributed_sampler=False."
+                f"shared among ranks. Define it, {_OR_SHARE}"
             )
         self._sampler = sampler
         super().__init__(_Drawn(sampler), **named)
