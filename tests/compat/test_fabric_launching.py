@@ -16,9 +16,12 @@ pytestmark = [
 SCRIPT = """
 import random
 import sys
+import time
+from pathlib import Path
 import numpy
 import torch
 from unipar.compat.fabric import Fabric
+from unipar.compat.fabric.utilities import AttributeDict, is_shared_filesystem
 from unipar.errors import ConfigError
 
 def drawn():
@@ -44,6 +47,18 @@ def main(fabric, steps, goes_on):
     except ConfigError as error:
         around = str(error)
     assert "the loss was computed around it, as by model.module(" in around
+    assert is_shared_filesystem(fabric.strategy)
+    assert not is_shared_filesystem(path=f"/rank{fabric.global_rank}")
+    ranks = fabric.all_reduce(AttributeDict(rank=fabric.global_rank), reduce_op="sum")
+    assert ranks.rank.item() == 1
+    waits, new_group = [], torch.distributed.new_group
+    torch.distributed.new_group = lambda **how: waits.append(how["timeout"]) or new_group(**how)
+    with fabric.rank_zero_first():
+        if fabric.global_rank == 0:
+            time.sleep(0.2)
+            Path("there").touch()
+        assert Path("there").exists()
+    assert waits[0].days > 365, "however long it takes"
     return fabric.world_size, round(fabric.all_reduce(loss.detach()).item(), 6)
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])

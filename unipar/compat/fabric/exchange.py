@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,14 @@ class Exchange:
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
         """The others wait until rank 0 (of each node) has left the block. Collective."""
         first = (self.local_rank if local else self.global_rank) == 0
-        if not first:
-            self.barrier()
-        yield
-        if first:
-            self.barrier()
-        self.barrier()
+        # What comes first, such as a download, may take longer than the run's timeout.
+        with _patient_barrier() as barrier:
+            if not first:
+                barrier()
+            yield
+            if first:
+                barrier()
+            barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """One rank's value on every rank. Collective."""
@@ -131,6 +134,19 @@ class Exchange:
             return tensor.copy_(tensor / size) if means else tensor
 
         return _changed(data, one, self.device)
+
+
+@contextlib.contextmanager
+def _patient_barrier() -> Iterator[Callable[[], Any]]:
+    """A barrier at which ranks wait for each other however long that takes. Collective."""
+    if current.world().size == 1:
+        yield lambda: None
+        return
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=10_000))
+    try:
+        yield lambda: dist.barrier(group=group)
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _changed(

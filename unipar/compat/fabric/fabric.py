@@ -111,9 +111,12 @@ class Fabric(Exchange, Building, Keeping):
 
     def _launched(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         if count := launching.missing(self._asked.devices, self._asked.num_nodes):
-            spawns = self._asked.spawns or launching.is_interactive()
-            if function is not None and spawns:
-                return launching.spawn(count, functools.partial(function, *args, **kwargs))
+            interactive = launching.is_interactive()
+            if function is not None and (self._asked.spawns or interactive):
+                # In a notebook Fabric forks whatever is asked for, but for ddp_spawn.
+                forks = self._asked.forks or (interactive and not self._asked.spawns)
+                run = functools.partial(function, *args, **kwargs)
+                return launching.spawn(count, run, would_fork=forks)
             launching.run_again(count)
         current.open(self._asked.run)
         if self._asked.seeds_again:
@@ -361,7 +364,7 @@ class Fabric(Exchange, Building, Keeping):
         seed: int | None = None, workers: bool | None = None, verbose: bool = True
     ) -> int:
         """Seed all generators; workers of loaders have seeds of their own unless told otherwise."""
-        return seeding.seed_everything(seed, workers is not False, verbose)
+        return seeding.seed_everything(seed, workers is None or bool(workers), verbose)
 
 
 def _listed(given: Any) -> list[Any]:

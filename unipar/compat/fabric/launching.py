@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from unipar.errors import ConfigError
 from unipar.launch import detect
 from unipar.utils.devices import resolve_num_devices
 from unipar.world import Placement
+
+log = logging.getLogger("unipar")
 
 
 def missing(devices: int | None, num_nodes: int) -> int:
@@ -78,18 +81,26 @@ def run_again(count: int) -> None:
     os.execv(sys.executable, [sys.executable, *run, *program, *sys.argv[1:]])
 
 
-def spawn(count: int, function: Callable[[], Any]) -> Any:
+def spawn(count: int, function: Callable[[], Any], *, would_fork: bool) -> Any:
     """Run a function in processes of this machine, which end with it.
 
     Args:
         count: processes.
         function: is sent to each by value.
+        would_fork: whether Fabric would fork, so that they would have all that is here.
 
     Returns:
         What it returns on rank 0.
     """
     from unipar.launchers.spawning import spawn as start
 
+    if would_fork:
+        log.warning(
+            "the function is sent to %d processes, which import modules anew: what was changed in "
+            "a module since its import, such as a setting or a patched function, is not so there, "
+            "and tensors are copies. Do such changes in the function that fabric.launch is given.",
+            count,
+        )
     place = current.placement()
     drawn = torch.get_rng_state(), host_generators()
     run = functools.partial(_spawned, function, file_beside_script(), list(sys.argv), drawn)

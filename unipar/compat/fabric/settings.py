@@ -35,6 +35,7 @@ class Asked(NamedTuple):
         names_strategy: whether the script does, so that Fabric would share data out to a single
             process, and put something around its model, too.
         spawns: whether ``launch`` has a function run in processes, and the script in none.
+        forks: whether Fabric would have these processes share what this one has in memory.
         true: the dtype of weights, where that is other than fp32.
         of_deepspeed: whether Fabric would clear gradients, and step schedulers, by DeepSpeed.
         by_ddp: whether Fabric would sum gradients by DDP.
@@ -47,6 +48,7 @@ class Asked(NamedTuple):
     num_nodes: int
     names_strategy: bool
     spawns: bool
+    forks: bool
     of_deepspeed: bool
     by_ddp: bool
     seeds_again: bool
@@ -95,8 +97,8 @@ def read(
         refuse("DeepSpeedStrategy(precision='bf16-true'/'16-true')")
     return Asked(
         run, prepare, _count(devices), num_nodes, strategy != "auto", how != "popen",
-        of_deepspeed, made is None or isinstance(made, strategies.DDPStrategy),
-        of_deepspeed or of_fsdp, true,
+        how not in ("popen", "spawn"), of_deepspeed,
+        made is None or isinstance(made, strategies.DDPStrategy), of_deepspeed or of_fsdp, true,
     )  # fmt: skip
 
 

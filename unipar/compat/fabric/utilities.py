@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -22,6 +25,7 @@ from unipar.compat.fabric.throughput import Throughput, ThroughputMonitor
 from unipar.compat.fabric_names import UTILITIES
 from unipar.compat.run import current
 from unipar.data import move_to
+from unipar.utils.urls import is_url
 
 __all__ = [
     "AttributeDict", "Throughput", "ThroughputMonitor", "disable_possible_user_warnings",
@@ -55,8 +59,36 @@ def move_data_to_device(batch: Any, device: Any) -> Any:
 
 
 def is_shared_filesystem(strategy: Any = None, path: Any = None, timeout: int = 3) -> bool:
-    """Whether all processes are on one node, so that they see the same files."""
-    return all(one == 0 for one in current.world().gather(current.placement().node_rank))
+    """Whether every rank sees what rank 0 writes. Collective.
+
+    Args:
+        strategy: as in Fabric; all ranks are asked, whatever it is.
+        path: a directory, or a file in one; left out: the working directory.
+        timeout: seconds until a file that is not seen is taken for one that is not there.
+
+    Raises:
+        FileNotFoundError: a rank has no such path.
+    """
+    world = current.world()
+    if is_url(path) or world.size == 1:
+        return True
+    where = Path(path or "").resolve()
+    if len({*world.gather(where)}) > 1:
+        return False
+    if not all(world.gather(where.exists())):
+        raise FileNotFoundError(f"not every rank has {where}")
+    folder = where.parent if where.is_file() else where
+    file = folder / f".seen-by-all-{world.gather(uuid4().hex)[0]}"
+    if world.is_main:
+        file.touch()
+    world.barrier()
+    ends = time.monotonic() + timeout
+    while not file.exists() and time.monotonic() < ends:
+        time.sleep(0.01)
+    seen = all(world.gather(file.exists()))
+    if world.is_main:
+        file.unlink()
+    return seen
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
