@@ -196,6 +196,18 @@ CALLS = Table(
         "Ranks exchange among all. Use torch.distributed for groups of the script's own.",
     ),
     Row(
+        "Fabric.save('s3://…') CSVLogger('s3://…') TensorBoardLogger('s3://…')",
+        "refused",
+        "Files are written to this machine. Give a path, and copy what is there where "
+        "fabric.is_global_zero holds: fsspec.filesystem('s3').put(path, url).",
+    ),
+    Row(
+        "Fabric.load('s3://…')",
+        "refused",
+        "Files are read from this machine. Get it first, as by fsspec.filesystem('s3').get(url, "
+        "path) where fabric.local_rank is 0, and call fabric.barrier().",
+    ),
+    Row(
         "torch.compile(fabric.setup(model))",
         "refused",
         "The strategy compiles the model as it has divided it: compile it before, "
@@ -215,10 +227,14 @@ REFUSED_WORDS = {word: call for call, words in _WORDS.items() for word in words.
 TABLES = (TOP, LIGHTNING, FABRIC, STRATEGIES, PLUGINS, ACCELERATORS, LOGGERS, UTILITIES, CALLS)
 
 
-def refuse(call: str) -> NoReturn:
+def refuse(call: str, shown: str = "") -> NoReturn:
     """Raise the error of a call that is refused.
+
+    Args:
+        call: in the table.
+        shown: what the message calls it.
 
     Raises:
         ConfigError: always.
     """
-    CALLS.refuse(call.replace(" ", ""), call)
+    CALLS.refuse(call.replace(" ", ""), shown or call)

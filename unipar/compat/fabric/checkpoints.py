@@ -24,6 +24,7 @@ from unipar.compat.run import own_randomness
 from unipar.errors import ConfigError
 from unipar.session import Session
 from unipar.strategy import Engine
+from unipar.utils.replacing import replacing
 
 Filter = Callable[[str, Any], bool]
 
@@ -46,11 +47,9 @@ def save(path: Path, state: Any, keep: Mapping[str, Filter], session: Session) -
             f"{', '.join(state)}. Give filters for these."
         )
     by_all = _written_by_all(state, keep, session)
-    found = {
-        name: _filtered(_state_of(value, session), keep.get(name))
-        for name, value in state.items()
-        if name not in by_all
-    }
+    found = _kept(
+        {name: _state_of(one, session) for name, one in state.items() if name not in by_all}, keep
+    )
     if path.is_dir() != bool(by_all) and path.exists():
         raise ConfigError(
             f"{path} is there, and is {'a directory' if path.is_dir() else 'a file'}: the strategy "
@@ -61,11 +60,13 @@ def save(path: Path, state: Any, keep: Mapping[str, Filter], session: Session) -
     if not by_all:
         if world.is_main:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(found, path)
+            with replacing(path) as partial:
+                torch.save(found, partial)
     else:
         written = session.save(path)
         if world.is_main:
-            torch.save({"rest": found, "held": by_all}, _beside(written))
+            with replacing(_beside(written)) as partial:
+                torch.save({"rest": found, "held": by_all}, partial)
             # It is one checkpoint, as a file is; the one before goes when the new one is there.
             for old in path.iterdir():
                 if old.is_dir() and old.name != written.name and _beside(old).exists():
@@ -166,8 +167,15 @@ def _take_checkpoint(directory: Path, objects: Sequence[Any], session: Session) 
         session.load(directory, optimizer=bool(optimizers))
 
 
-def _filtered(state: Any, keep: Filter | None) -> Any:
-    return state if keep is None else {k: v for k, v in state.items() if keep(k, v)}
+def _kept(states: Mapping[str, Any], keep: Mapping[str, Filter]) -> dict[str, Any]:
+    """What filters leave of state dicts, as in Fabric: nothing of one, and it is left out."""
+    found: dict[str, Any] = {}
+    for name, state in states.items():
+        if name not in keep or not isinstance(state, dict):
+            found[name] = state
+        elif left := {k: v for k, v in state.items() if keep[name](k, v)}:
+            found[name] = left
+    return found
 
 
 def _state_of(value: Any, session: Session) -> Any:

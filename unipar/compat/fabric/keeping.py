@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unipar.compat.fabric import checkpoints
+from unipar.compat.fabric.loggers import in_numbers
 from unipar.compat.fabric.ranks import rank_zero_warn
+from unipar.compat.fabric_names import refuse
 from unipar.session import Session
+from unipar.utils.urls import is_url
 
 
 class Keeping:
@@ -37,6 +38,8 @@ class Keeping:
             state: a dictionary, also of objects that have a ``state_dict``.
             filter: by key of ``state``, which entries of a state dict to keep.
         """
+        if is_url(path):
+            refuse("Fabric.save('s3://…')", f"fabric.save({path!r})")
         checkpoints.save(Path(path), state, filter or {}, self._session)
 
     def load(
@@ -58,6 +61,8 @@ class Keeping:
         Returns:
             What is left over.
         """
+        if is_url(path):
+            refuse("Fabric.load('s3://…')", f"fabric.load({path!r})")
         return checkpoints.load(
             Path(path), state, self._session, strict=strict, weights_only=weights_only
         )
@@ -87,7 +92,7 @@ class Keeping:
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Tell all loggers of several values."""
-        told = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+        told = in_numbers(metrics)
         for one in self._loggers:
             one.log_metrics(metrics=told, step=step)
 

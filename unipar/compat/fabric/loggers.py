@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Mapping
@@ -13,8 +14,11 @@ import torch
 from torch import nn
 
 from unipar.callbacks.loggers.base import flat_config
-from unipar.compat.fabric.ranks import rank_zero_only
-from unipar.compat.fabric_names import LOGGERS
+from unipar.compat.fabric.ranks import rank_zero_only, rank_zero_warn
+from unipar.compat.fabric_names import LOGGERS, refuse
+from unipar.data.move import with_items
+from unipar.utils.replacing import replacing
+from unipar.utils.urls import is_url
 
 
 # As in Fabric, what a logger leaves out does nothing.
@@ -69,6 +73,8 @@ class _FileLogger(Logger):
     """One that writes files, in ``root_dir/name/version_N``."""
 
     def __init__(self, root_dir: Any, name: str | None, version: int | str | None, prefix: str):
+        if is_url(root_dir):
+            refuse("CSVLogger('s3://…')", f"{type(self).__name__}({root_dir!r})")
         self._root, self._name, self._version = str(root_dir), name or "", version
         self._prefix = prefix
 
@@ -97,7 +103,12 @@ class _FileLogger(Logger):
 
     def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         found = {f"{self._prefix}-{k}" if self._prefix else k: v for k, v in metrics.items()}
-        return {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+        return in_numbers(found)
+
+
+def in_numbers(value: Any) -> Any:
+    """What holds tensors, with numbers in their place."""
+    return value.item() if isinstance(value, torch.Tensor) else with_items(value, in_numbers)
 
 
 class CSVLogger(_FileLogger):
@@ -121,14 +132,23 @@ class CSVLogger(_FileLogger):
     ) -> None:
         super().__init__(root_dir, name, version, prefix)
         self._every = flush_logs_every_n_steps
-        self._lines: list[dict[str, Any]] = []
-        self._pending = False
+        self._file: _MetricsFile | None = None
+
+    @property
+    def experiment(self) -> Any:
+        """The file, on rank 0; elsewhere something that takes every call."""
+        return self._opened() or _Nothing()
+
+    @rank_zero_only
+    def _opened(self) -> _MetricsFile:
+        if self._file is None:
+            self._file = _MetricsFile(self.log_dir)
+        return self._file
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        step = len(self._lines) if step is None else step
-        self._lines.append({**self._prefixed(metrics), "step": step})
-        self._pending = True
+        step = len(self.experiment.metrics) if step is None else step
+        self.experiment.log_metrics(self._prefixed(metrics), step)
         if (step + 1) % self._every == 0:
             self.save()
 
@@ -139,16 +159,67 @@ class CSVLogger(_FileLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        if not self._pending:
+        self.experiment.save()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._file is not None:
+            self.save()
+
+
+class _MetricsFile:
+    """The lines of one run. Its directory is made at once, so that another run takes another.
+
+    Args:
+        log_dir: where the file is; that of an earlier run is removed.
+
+    Attributes:
+        metrics: lines that are not in the file yet. Without a step, a line's is its place here.
+        metrics_keys: the columns of the file.
+        metrics_file_path: the file.
+    """
+
+    NAME_METRICS_FILE = "metrics.csv"
+
+    def __init__(self, log_dir: str) -> None:
+        self.metrics: list[dict[str, Any]] = []
+        self.metrics_keys: list[str] = []
+        self.log_dir = log_dir
+        self.metrics_file_path = os.path.join(log_dir, self.NAME_METRICS_FILE)
+        directory, file = Path(log_dir), Path(self.metrics_file_path)
+        if file.exists():
+            rank_zero_warn(f"{file} is of an earlier run, and is removed.")
+            file.unlink()
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
+        """Take a line."""
+        step = len(self.metrics) if step is None else step
+        self.metrics.append({**in_numbers(metrics_dict), "step": step})
+
+    def save(self) -> None:
+        """Write the lines that are not in the file yet; all of it, where a column comes."""
+        if not self.metrics:
             return
-        names = sorted({name for line in self._lines for name in line})
-        file = Path(self.log_dir, "metrics.csv")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", newline="", encoding="utf-8") as opened:
-            writer = csv.DictWriter(opened, names)
-            writer.writeheader()
-            writer.writerows(self._lines)
-        self._pending = False
+        file = Path(self.metrics_file_path)
+        columns = sorted({*self.metrics_keys}.union(*self.metrics))
+        if columns != self.metrics_keys or not file.exists():
+            before = []
+            if file.exists():
+                with file.open(newline="", encoding="utf-8") as lines:
+                    before = list(csv.DictReader(lines))
+            self.metrics_keys = columns
+            with replacing(file) as partial:
+                self._write(partial, before, header=True)
+        self._write(file, self.metrics)
+        self.metrics = []
+
+    def _write(self, file: Path, lines: list[dict[str, Any]], *, header: bool = False) -> None:
+        with file.open("a", newline="", encoding="utf-8") as opened:
+            writer = csv.DictWriter(opened, self.metrics_keys)
+            if header:
+                writer.writeheader()
+            writer.writerows(lines)
 
 
 class TensorBoardLogger(_FileLogger):
@@ -185,7 +256,12 @@ class TensorBoardLogger(_FileLogger):
 
     @property
     def log_dir(self) -> str:
-        return str(Path(super().log_dir, self.sub_dir or "").expanduser())
+        directory = Path(super().log_dir, self.sub_dir or "")
+        return os.path.expanduser(os.path.expandvars(directory))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Sent to a process, which opens a file of its own.
+        return {**self.__dict__, "_writer": None}
 
     @property
     def experiment(self) -> Any:
