@@ -360,3 +360,18 @@ def test_an_overflow_skips_the_step_and_the_schedule(fused: bool) -> None:
         assert (huge.skipped, engine.optimizer.param_groups[0]["lr"]) == (True, 0.1)
         assert not engine.train_step(second, loss_fn).skipped
         assert engine.optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_skips_a_fused_step_where_the_scale_never_changes(clip: float | None) -> None:
+    static = {"initial": 128, "growth_factor": 1, "backoff_factor": 1}
+    with Session("accelerate", device="cpu", precision="fp16", loss_scale=static) as session:
+        engine = session.prepare(
+            nn.Linear(3, 2), optimizer={"name": "sgd", "lr": 0.01, "fused": True},
+            global_batch_size=4, max_grad_norm=clip,
+        )  # fmt: skip
+        skipped = []
+        for size in (1.0, 1e4, 1.0):
+            engine.backward(engine(torch.full((4, 3), size)).float().square().mean(), num_items=4)
+            skipped.append(engine.step().skipped)
+    assert skipped == [False, True, False]
