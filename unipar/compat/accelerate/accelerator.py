@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from unipar.compat.accelerate import profiling
+from unipar.compat.accelerate import launched, profiling
 from unipar.compat.accelerate.data_loader import DealtLoader
 from unipar.compat.accelerate.exchange import Exchange
 from unipar.compat.accelerate.keeping import Keeping
@@ -56,7 +56,8 @@ _LEFT_OUT: Any = object()
 class Accelerator(Exchange, Keeping):
     """Accelerate's, over a run under any strategy that takes a script's own loop. Collective.
 
-    Arguments are Accelerate's. ``unipar.yaml`` and the environment win over ``mixed_precision``,
+    Arguments are Accelerate's, and so is what they are where the script is silent: what
+    ``accelerate launch`` says. ``unipar.yaml`` and the environment win over ``mixed_precision``,
     ``cpu``, plugins and handlers, which are settings of the run and options of its strategy.
 
     Args:
@@ -95,13 +96,24 @@ class Accelerator(Exchange, Keeping):
     ) -> None:
         for name, value in (
             ("torch_tp_plugin", torch_tp_plugin),
-            ("megatron_lm_plugin", megatron_lm_plugin),
-            ("parallelism_config", parallelism_config),
-        ):
-            if value is not None:
+            ("megatron_lm_plugin", megatron_lm_plugin or launched.asks_for("USE_MEGATRON_LM")),
+            ("parallelism_config",
+             parallelism_config or launched.asks_for("USE_PARALLELISM_CONFIG")),
+        ):  # fmt: skip
+            if value:
                 refuse(f"Accelerator({name}=…)")
         held = handlers(kwargs_handlers or ())
+        if fsdp_plugin is None and launched.asks_for("USE_FSDP"):
+            fsdp_plugin = FullyShardedDataParallelPlugin()
         plugin = deepspeed_plugin or deepspeed_plugins
+        if plugin is None and launched.asks_for("USE_DEEPSPEED"):
+            plugin = DeepSpeedPlugin()
+        cpu = cpu or launched.asks_for("USE_CPU")
+        mixed_precision = mixed_precision or launched.precision()
+        if gradient_accumulation_plugin is None:
+            # Accelerate 1.15.0: what is launched wins over the argument.
+            said = launched.says("GRADIENT_ACCUMULATION_STEPS")
+            gradient_accumulation_steps = int(said or gradient_accumulation_steps)
         if isinstance(plugin, dict):
             refuse("Accelerator(deepspeed_plugins={…})")
         deepspeed: dict[str, Any] = plugin.asked() if plugin is not None else {}

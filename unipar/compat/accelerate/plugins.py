@@ -12,6 +12,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, ClassVar
 
+from unipar.compat.accelerate.launched import count, fill, number, switch, word
 from unipar.compat.checked import Checked
 from unipar.compat.deepspeed_config import load_config, read_config
 from unipar.compat.runconfig import asked_scale
@@ -213,6 +214,16 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool | None = None
 
+    def __post_init__(self) -> None:
+        prefix = "ACCELERATE_DYNAMO_"
+        fill(self, {
+            "backend": (f"{prefix}BACKEND", word),
+            "mode": (f"{prefix}MODE", word),
+            "fullgraph": (f"{prefix}USE_FULLGRAPH", switch),
+            "dynamic": (f"{prefix}USE_DYNAMIC", switch),
+            "use_regional_compilation": (f"{prefix}USE_REGIONAL_COMPILATION", switch),
+        })  # fmt: skip
+
     def compile(self) -> dict[str, Any] | bool:
         """The engine's ``compile``."""
         self.check()
@@ -284,6 +295,20 @@ class DeepSpeedPlugin(Checked):
     enable_msamp: bool | None = None
     msamp_opt_level: str | None = None
 
+    def __post_init__(self) -> None:
+        prefix = "ACCELERATE_DEEPSPEED_"
+        fill(self, {
+            "hf_ds_config": (f"{prefix}CONFIG_FILE", word),
+            "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", count),
+            "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", number),
+            "zero_stage": (f"{prefix}ZERO_STAGE", count),
+            "offload_optimizer_device": (f"{prefix}OFFLOAD_OPTIMIZER_DEVICE", word),
+            "offload_param_device": (f"{prefix}OFFLOAD_PARAM_DEVICE", word),
+            "offload_optimizer_nvme_path": (f"{prefix}OFFLOAD_OPTIMIZER_NVME_PATH", word),
+            "offload_param_nvme_path": (f"{prefix}OFFLOAD_PARAM_NVME_PATH", word),
+            "transformer_moe_cls_names": (f"{prefix}MOE_LAYER_CLS_NAMES", word),
+        })  # fmt: skip
+
     def asked(self) -> dict[str, Any]:
         """What it asks for; see :func:`unipar.compat.deepspeed_config.read_config`."""
         self.check()
@@ -341,8 +366,9 @@ class DeepSpeedPlugin(Checked):
 
 _SHARDING = {
     "FULL_SHARD": "full", "TRUE": "full", "SHARD_GRAD_OP": "grad_op", "FALSE": "grad_op",
-    "HYBRID_SHARD": "hybrid",
+    "HYBRID_SHARD": "hybrid", "1": "full", "2": "grad_op", "4": "hybrid",
 }  # fmt: skip
+"""By the name of what is divided, or its number in files of ``accelerate config``."""
 
 
 @dataclass
@@ -378,6 +404,24 @@ class FullyShardedDataParallelPlugin(Checked):
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | str | None = None
     min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        fill(self, {"fsdp_version": ("FSDP_VERSION", count)})
+        if self.fsdp_version == 2:
+            fill(self, {"reshard_after_forward": ("FSDP_RESHARD_AFTER_FORWARD", word)})
+        elif self.reshard_after_forward is None:
+            fill(self, {"sharding_strategy": ("FSDP_SHARDING_STRATEGY", word)})
+        fill(self, {
+            "auto_wrap_policy": ("FSDP_AUTO_WRAP_POLICY", word),
+            "cpu_offload": ("FSDP_OFFLOAD_PARAMS", switch),
+            "ignored_modules": ("FSDP_IGNORED_MODULES", word),
+            "activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", switch),
+            "activation_checkpointing_offload": (
+                "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", switch,
+            ),
+            "transformer_cls_names_to_wrap": ("FSDP_TRANSFORMER_CLS_TO_WRAP", word),
+            "min_num_params": ("FSDP_MIN_NUM_PARAMS", count),
+        })  # fmt: skip
 
     def options(self) -> dict[str, Any]:
         """The strategy, with its options."""
