@@ -182,8 +182,9 @@ def _proof(
     environ = {"UNIPAR_STRATEGY": strategy} if strategy else {}
     patched = [*start, str(PATCHES / "patched_colossalai.py"), plugin] if plugin else start
     run = run_of(
-        program.root, program.main, _installed(program), patched, name="original", timeout=_TIMEOUT
-    )
+        program.root, program.main, _installed(program), patched, name="original",
+        timeout=_TIMEOUT, environ=main.launched,
+    )  # fmt: skip
     original = run.losses
     if plugin == "gemini":
         # It runs the backward pass of a loss by that of another, which is seen as well.

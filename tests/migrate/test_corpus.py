@@ -33,6 +33,7 @@ def proof_of(program: str, **how: Any) -> Proof:
         {name: one.code for name, one in migrations.items()},
         yaml.safe_dump(dict(main.config)),
         launcher=main.launcher,
+        launched=main.launched,
         timeout=180,
         **how,
     )

@@ -6,12 +6,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unipar.cli import main
 from unipar.errors import ConfigError
-from unipar.migrate.verify import losses_of, verify
+from unipar.migrate.verify import losses_of, run_of, verify
 
 SCRIPT = """\
 import torch
@@ -87,6 +88,50 @@ def test_losses_are_noted_without_the_factor_of_a_scaler(tmp_path: Path) -> None
         runs.append(losses_of(tmp_path, "train.py", {}, [sys.executable], timeout=120))
     assert runs[0] == runs[1]
     assert len(set(runs[0][0])) == 8
+
+
+ACCUMULATED = """\
+import numpy, os, torch
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=float(os.environ.get("ACCELERATE_LR", 0.1)))
+for step in range(60):
+    x = torch.tensor(numpy.random.randn(4, 2), dtype=torch.float32)
+    model(x).square().mean().backward()
+    if step % 9 == 8:
+        opt.step()
+        opt.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_losses_are_recorded_until_steps_were_seen(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ACCUMULATED)
+    run = run_of(tmp_path, "train.py", {}, [sys.executable], steps=5, timeout=120)
+    assert run.steps == 3
+    assert len(run.losses[0]) == 27
+    assert run.moved is not None
+    assert run.moved > 0
+    # NumPy is seeded as torch is, and variables of a launcher reach the original.
+    how: dict[str, Any] = {"steps": 5, "timeout": 120, "environ": {"ACCELERATE_LR": "0.2"}}
+    again = run_of(tmp_path, "train.py", {}, [sys.executable], **how)
+    assert again.losses[0][:9] == run.losses[0][:9]
+    assert again.losses[0][9] != run.losses[0][9]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [("step % 9 == 8", "False", "no step of an optimizer was seen among the 60 backward"),
+     ("0.1)", "0.0)", "6 steps of an optimizer were seen, which changed no weight, among")],
+)  # fmt: skip
+def test_losses_before_any_step_show_nothing(
+    old: str, new: str, said: str, tmp_path: Path
+) -> None:  # fmt: skip
+    (tmp_path / "train.py").write_text(ACCUMULATED.replace(old, new))
+    with pytest.raises(ConfigError, match=said):
+        run_of(tmp_path, "train.py", {}, [sys.executable], steps=500, timeout=120)
 
 
 @pytest.mark.slow

@@ -67,7 +67,8 @@ def migrate(
             this file.
         args: the script's command line, for these three.
         script: which of several files is run, likewise.
-        steps: backward passes to compare, 20 unless given; those of the record with --against.
+        steps: backward passes to compare, 20 unless given, and more until an optimizer has stepped
+            three times; those of the record with --against.
         processes: processes of a script that a launcher starts, 2 unless given; likewise. With
             --verify of a script that runs as one process, how many the migrated one has. Refused
             for a script that starts its own.
@@ -87,7 +88,9 @@ def migrate(
     from unipar.migrate.writing import plan_output, read, write
 
     program = read(paths)
-    migrations = migrate_files(program.files, dialect=from_, settings=program.settings)
+    migrations = migrate_files(
+        program.files, dialect=from_, settings=program.settings, beside=program.beside
+    )
     for note in all_notes(migrations):
         print(note)
     refused = any(one.refused for one in migrations.values())
@@ -104,7 +107,9 @@ def migrate(
         print("Nothing was recorded.")
     found = None
     if changed and record is None and not (diff or check):
-        found = plan_output(program, migrations, output=output, in_place=in_place, force=force)
+        found = plan_output(
+            program, migrations, output=output, in_place=in_place, force=force, script=script
+        )
     proof = None
     if check:
         for name in (name for name, one in migrations.items() if one.changed):
@@ -186,6 +191,7 @@ def _record(
         arguments=shlex.split(args or ""),
         steps=STEPS if steps is None else steps,
         processes=PROCESSES if processes is None else processes,
+        launched=main.launched,
     )
     records.write(found, path)
     print(f"wrote {path}: losses of {records.ranks(found.losses)} on {found.device}")
@@ -220,6 +226,7 @@ def _prove(
             arguments=arguments or (),
             steps=STEPS if steps is None else steps,
             processes=processes,
+            launched=main.launched,
         )
     print(losses(proof))
     return proof

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from unipar.errors import ConfigError
-from unipar.migrate.migrated_files import done, module_of
+from unipar.migrate.migrated_files import (
+    done,
+    imported_files,
+    module_of,
+    packages_of,
+    reached,
+    uses_unipar,
+)
 from unipar.migrate.notebooks import SUFFIX, Notebook
 from unipar.migrate.notes import Migration, Note
 
@@ -45,6 +53,7 @@ def migrate_files(
     *,
     dialect: str = "auto",
     settings: Mapping[str, str] | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> dict[str, Migration]:
     """Rewrite a script of several files together, without running any.
 
@@ -55,6 +64,7 @@ def migrate_files(
         dialect: what they are written for; ``auto`` finds out.
         settings: the text of JSON and YAML files beside them, by paths likewise, for the
             frameworks whose settings stand in such.
+        beside: the text of further Python files that these import, which are only looked at.
 
     Raises:
         ConfigError: one has a syntax error, or there is no such dialect.
@@ -62,7 +72,7 @@ def migrate_files(
     _check_dialect(dialect)
     notebooks = {name: Notebook(name, files[name]) for name in files if name.endswith(SUFFIX)}
     scripts = {**files, **{name: one.script for name, one in notebooks.items()}}
-    migrations = _migrate_scripts(scripts, dialect, settings or {})
+    migrations = _migrate_scripts(scripts, dialect, settings or {}, beside or {})
     for name, notebook in notebooks.items():
         migrations[name] = _in_cells(notebook, files[name], migrations[name])
     return migrations
@@ -79,7 +89,7 @@ def _in_cells(notebook: Notebook, text: str, one: Migration) -> Migration:
 
 
 def _migrate_scripts(
-    files: Mapping[str, str], dialect: str, settings: Mapping[str, str]
+    files: Mapping[str, str], dialect: str, settings: Mapping[str, str], beside: Mapping[str, str]
 ) -> dict[str, Migration]:
     trees = {name: _parsed(name, text) for name, text in files.items()}
     alone = {name: Migration(text) for name, text in files.items()}
@@ -88,7 +98,7 @@ def _migrate_scripts(
     if not any(_mentions(trees[name]) for name in read):
         return alone
     try:
-        return {**alone, **_migrate(read, dialect, settings)}
+        return {**alone, **_migrate(read, dialect, settings, beside)}
     except RecursionError:
         name = max(read, key=lambda one: len(read[one]))
         note = Note(name, 1, "refused", name, "it nests too deeply to be read.", "Split it up.")
@@ -104,7 +114,7 @@ def _check_dialect(name: str) -> None:
 
 
 def _migrate(
-    files: Mapping[str, str], wanted: str, settings: Mapping[str, str]
+    files: Mapping[str, str], wanted: str, settings: Mapping[str, str], beside: Mapping[str, str]
 ) -> dict[str, Migration]:
     import libcst as cst
 
@@ -134,6 +144,8 @@ def _migrate(
     dialect.rewrite(plan)
     if any(source.edits for source in plan.sources):
         tell_of_lone_ranks(plan, dialect)
+        _tell_of_others(plan, dialect)
+        _tell_of_files(plan, dialect, beside)
     notes = sorted(set(plan.notes))
     refused = any(note.kind == "refused" for note in notes)
     changed = any(source.edits for source in plan.sources) and not refused
@@ -148,29 +160,86 @@ def _migrate(
             dialect.name if changed or own else "",
             code != source.text,
             plan.launcher,
+            dict(plan.launched),
         )
         ast.parse(code)
     return result
 
 
 def _dialect(plan: Plan, wanted: str) -> Dialect:
+    """Find the dialect: by the calls that train; else by what is imported and called."""
     from unipar.migrate.dialects import DIALECTS
+    from unipar.migrate.imports import imported
 
     if wanted != "auto":
         return next(one for one in DIALECTS if one.name == wanted)
-    names = {name for source in plan.sources for node in source.nodes for name in _used(plan, node)}
-    return next((one for one in DIALECTS if any(map(one.marked, names))), DIALECTS[-1])
+    calls = {name for source in plan.sources for call in source.calls()
+             for name in plan.flow.names(call.func)}  # fmt: skip
+    training = [one for one in DIALECTS if any(map(one.is_trained_by, calls))]
+    if training:
+        return training[0]
+    # loss.backward() is PyTorch's; of a framework's object, backward takes the loss.
+    plain = any(not call.args for _, call, _ in plan.methods("backward"))
+    used = calls.union(
+        *(imported(node) for node in _imports_of(plan)
+          if not (plain and plan.flow.source(node).is_tried(node)))
+    )  # fmt: skip
+    found = (one for one in DIALECTS if not plain or one.concerns("torch"))
+    return next((one for one in found if any(map(one.marked, used))), DIALECTS[-1])
 
 
-def _used(plan: Plan, node: cst.CSTNode) -> set[str]:
-    """The names of other packages that a statement imports, or a call is of."""
-    import libcst as cst
-
+def _tell_of_others(plan: Plan, dialect: Dialect) -> None:
+    """Note what belongs to another framework than the one that the program is migrated from."""
+    from unipar.migrate.dialects import DIALECTS, FaceDialect
     from unipar.migrate.imports import imported
 
-    if isinstance(node, (cst.Import, cst.ImportFrom)):
-        return set(imported(node))
-    return plan.flow.names(node.func) if isinstance(node, cst.Call) else set()
+    for other in DIALECTS:
+        if other is dialect:
+            continue
+        nodes: list[cst.CSTNode] = []
+        if isinstance(other, FaceDialect):
+            nodes += [node for node in _imports_of(plan) if any(map(other.marked, imported(node)))]
+        elif not dialect.concerns("torch"):
+            nodes += [
+                call for source in plan.sources for call in source.calls()
+                if any(map(other.is_trained_by, plan.flow.names(call.func)))
+            ]  # fmt: skip
+        for node in nodes:
+            plan.tell(
+                node, f"it is {other.title}'s and stays so: the program is migrated as one for "
+                f"{dialect.title}.",
+                f"If this is what trains it, give --from {other.name}.",
+            )  # fmt: skip
+
+
+def _tell_of_files(plan: Plan, dialect: Dialect, beside: Mapping[str, str]) -> None:
+    """Note imports of files that import the framework, and are not migrated with the program."""
+    trees: dict[str, ast.Module] = {}
+    for name, text in beside.items():
+        with contextlib.suppress(SyntaxError, ValueError):
+            trees[name] = ast.parse(text)
+    left = {
+        name for name, tree in trees.items()
+        if not uses_unipar(tree) and any(map(dialect.concerns, packages_of(tree)))
+    }  # fmt: skip
+    edges = {name: imported_files(tree, name, trees) for name, tree in trees.items()}
+    for source in plan.sources:
+        for one in ast.walk(ast.parse(source.text)):
+            if isinstance(one, (ast.Import, ast.ImportFrom)):
+                found = left & reached(edges, imported_files(one, source.name, trees))
+                if found:
+                    plan.notes.append(Note(
+                        source.name, one.lineno, "changed", ast.unparse(one),
+                        f"{', '.join(sorted(found))} imports the framework too, and is not "
+                        "migrated with it.", "Name the folder, or these files as well.",
+                    ))  # fmt: skip
+
+
+def _imports_of(plan: Plan) -> list[cst.Import | cst.ImportFrom]:
+    import libcst as cst
+
+    kinds = (cst.Import, cst.ImportFrom)
+    return [node for source in plan.sources for kind in kinds for node in source.all(kind)]
 
 
 def _parsed(name: str, text: str) -> ast.Module:

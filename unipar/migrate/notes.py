@@ -55,6 +55,7 @@ class Migration:
         dialect: what the script was written for; empty where there is nothing to migrate.
         changed: whether ``code`` is other than what was given.
         launcher: what starts it: a name among :data:`unipar.migrate.launchers.LAUNCHERS`.
+        launched: variables that the launcher of the script as it was sets.
     """
 
     code: str
@@ -63,6 +64,7 @@ class Migration:
     dialect: str = ""
     changed: bool = False
     launcher: str = "python"
+    launched: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def refused(self) -> bool:

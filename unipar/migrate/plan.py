@@ -26,6 +26,7 @@ class Plan:
         notes: what there is to say.
         models: origins of the modules that some optimizer updates.
         launcher: what starts the script: a name among ``unipar.migrate.launchers.LAUNCHERS``.
+        launched: variables that the launcher of the script as it is sets, by what is beside it.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Plan:
         self.notes: list[Note] = []
         self.models: set[Origin] = set()
         self.launcher = "python"
+        self.launched: dict[str, str] = {}
 
     # -- looking ---------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ def digests(files: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, 
 def record(
     root: Path, script: str, files: Mapping[str, str], *, launcher: str,
     arguments: Sequence[str], steps: int, processes: int, seed: int = 0, timeout: float = 600.0,
+    launched: Mapping[str, str] | None = None,
 ) -> Record:  # fmt: skip
     """Run a script as it is under its own launcher, in a copy of its directory.
 
@@ -92,13 +93,14 @@ def record(
         processes: how many, where the launcher starts several.
         seed: of the generators.
         timeout: seconds.
+        launched: variables that its own launcher sets.
 
     Raises:
-        ConfigError: it fails, or computes no loss other than zero.
+        ConfigError: it fails, computes no loss other than zero, or takes no step.
     """
     run = run_of(
         root, script, {}, command(launcher, processes), name="original", arguments=arguments,
-        steps=steps, seed=seed, timeout=timeout,
+        steps=steps, seed=seed, timeout=timeout, environ=launched,
     )  # fmt: skip
     checked(Proof(run.losses, run.losses))
     return Record(
@@ -227,7 +229,8 @@ def prove(
             "itself is given (--args)."
         )
     bound = _bound(found, run)
-    return Proof(found.losses, run.losses, bound, _about(found, run, bound))
+    about = _about(found, run, bound)
+    return Proof(found.losses, run.losses, bound, about, run.steps, run.moved)
 
 
 def _bound(found: Record, run: Run) -> float:

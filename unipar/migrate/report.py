@@ -50,12 +50,24 @@ def losses(proof: Proof, *, shown: int = 10) -> str:
         lines.append(f"losses by rank: original {counts['original']}, "
                      f"migrated {counts['migrated']}")  # fmt: skip
     lines += proof.about.splitlines()
+    lines += _steps(proof)
     verdict = "agree" if proof.agrees else "DIFFER"
     lines.append(
         f"largest relative difference {proof.difference:.2g} "
         f"(up to {proof.tolerance:g} is rounding): the runs {verdict}"
     )
     return "\n".join(lines)
+
+
+def _steps(proof: Proof) -> list[str]:
+    """What the losses show of the optimizer."""
+    said = f"losses after {proof.steps} step{'s' if proof.steps != 1 else ''} of an optimizer"
+    if proof.moved is None:
+        return [said]
+    said += f", which changed norms of weights by up to {proof.moved:.2g}"
+    if proof.moved > proof.tolerance:
+        return [said]
+    return [f"{said}: so little that losses hardly show what it does (give more --steps)"]
 
 
 def markdown(

@@ -116,6 +116,16 @@ class Source:
             if one.value is not None and self.function(one) is function
         ]  # fmt: skip
 
+    def is_tried(self, node: cst.CSTNode) -> bool:
+        """Whether a statement may fail and the program goes on."""
+        below = node
+        for above in self.around(node):
+            if isinstance(above, cst.Try) and below is above.body:
+                kinds = [self.code(one.type) if one.type else "" for one in above.handlers]
+                return any(not one or "Error" in one or "Exception" in one for one in kinds)
+            below = above
+        return False
+
     def loops(self, node: cst.CSTNode) -> list[Loop]:
         """The loops around a node within its function, from inside."""
         found: list[Loop] = []

@@ -39,12 +39,17 @@ class Proof:
         migrated: likewise.
         tolerance: relative difference up to which they agree.
         about: what there is to say about the runs, in lines.
+        steps: of an optimizer, that some of the original's losses come after.
+        moved: how far norms of its weights are from the first then, relatively; ``None`` where
+            they could not be read.
     """
 
     original: Mapping[int, Sequence[float]]
     migrated: Mapping[int, Sequence[float]]
     tolerance: float = TOLERANCE
     about: str = ""
+    steps: int = 0
+    moved: float | None = None
 
     @property
     def difference(self) -> float:
@@ -88,6 +93,8 @@ class Run:
         formats: the floating-point formats from parameters to the first loss.
         drawn: whether random numbers were drawn on an accelerator.
         versions: of Python, torch, and the frameworks that the script has imported.
+        steps: of an optimizer, that some of the losses come after.
+        moved: how far norms of weights are from the first then; ``None`` where none could be read.
     """
 
     losses: dict[int, list[float]]
@@ -95,6 +102,8 @@ class Run:
     formats: tuple[str, ...]
     drawn: bool
     versions: Mapping[str, str]
+    steps: int
+    moved: float | None
 
 
 def verify(
@@ -110,6 +119,7 @@ def verify(
     seed: int = 0,
     timeout: float = 600.0,
     environ: Mapping[str, str] | None = None,
+    launched: Mapping[str, str] | None = None,
 ) -> Proof:
     """Run a script as it is under its own launcher, then migrated under unipar.
 
@@ -122,27 +132,31 @@ def verify(
         config: the text of ``unipar.yaml``.
         launcher: what starts the script: a name among :data:`unipar.migrate.launchers.LAUNCHERS`.
         arguments: its command line.
-        steps: backward passes to compare.
+        steps: backward passes to compare; more, until an optimizer has stepped among them.
         processes: how many, where the launcher starts several; 2 unless given. Of a script that
             runs as one process, how many the migrated one has, beside that: what is compared is
             then the mean of their losses.
         seed: of the generators, in both.
         timeout: seconds for each run.
         environ: more variables for the migrated run.
+        launched: those that the original's own launcher sets.
 
     Raises:
-        ConfigError: a run fails or computes no loss, or no loss of either is a number other than
-            zero; or several processes are asked for of a script that starts them itself.
+        ConfigError: a run fails, computes no loss or takes no step, or no loss of either is a
+            number other than zero; or several processes are asked for of a script that starts them
+            itself.
     """
     where = {"arguments": arguments, "steps": steps, "seed": seed, "timeout": timeout}
     start = command(launcher, processes or PROCESSES)
-    original = losses_of(root, script, {}, start, name="original", **where)
+    first = run_of(root, script, {}, start, name="original", environ=launched, **where)
     files = with_config(script, migrated, config)
+
+    def proof(losses: Mapping[int, Sequence[float]], about: str = "") -> Proof:
+        return Proof(first.losses, losses, about=about, steps=first.steps, moved=first.moved)
+
     if launcher != "python" or processes in (None, 1):
-        return checked(
-            Proof(original, losses_of(root, script, files, start, environ=environ, **where))
-        )
-    if len(original) > 1:
+        return checked(proof(losses_of(root, script, files, start, environ=environ, **where)))
+    if len(first.losses) > 1:
         raise ConfigError(
             f"{script} starts its own processes, so it alone says how many it has. Leave "
             "--processes out, and give what the script reads: --args '...'."
@@ -151,9 +165,9 @@ def verify(
     ranks = losses_of(root, script, files, start, environ=environ, **where)
     about = f"The migrated script ran on {len(ranks)} processes, the original on one."
     if len({len(losses) for losses in ranks.values()}) > 1:
-        return Proof(original, ranks, about=about)
+        return proof(ranks, about)
     means = [sum(losses) / len(ranks) for losses in zip(*ranks.values(), strict=True)]
-    return checked(Proof(original, {0: means}, about=about))
+    return checked(proof({0: means}, about))
 
 
 def with_config(script: str, migrated: Mapping[str, str], config: str) -> dict[str, str]:
@@ -200,7 +214,7 @@ def run_of(
         launcher: the command that is given the script.
         name: what messages call the run.
         arguments: the script's command line.
-        steps: backward passes after which it is ended.
+        steps: backward passes after which it is ended, once an optimizer has stepped among them.
         seed: of the generators.
         timeout: seconds.
         environ: more variables.
@@ -209,7 +223,7 @@ def run_of(
         The losses, and how they were computed.
 
     Raises:
-        ConfigError: it fails, or calls ``backward()`` nowhere.
+        ConfigError: it fails, calls ``backward()`` nowhere, or only before any step.
     """
     with scratch() as temporary:
         work, losses = temporary / "work", temporary / "losses"
@@ -232,11 +246,23 @@ def run_of(
             f"the {name} script ended without calling backward() once, so there is nothing to "
             "compare. Give it the arguments that it trains with: --args '...'."
         )
+    taken = max(one["stepped"] for one in found.values())
+    moved = [one["moved"] for one in found.values() if one["moved"] is not None]
+    if taken < 1 or (moved and not any(moved)):
+        passes = max(len(one["losses"]) for one in found.values())
+        raise ConfigError(
+            f"of the {name} script "
+            + (f"{taken} steps of an optimizer were seen, which changed no weight, "
+               if taken else "no step of an optimizer was seen ")
+            + f"among the {passes} backward passes that were run, so its losses do not show that "
+            "it trains. Let it train for longer: --args '...', or more --steps."
+        )  # fmt: skip
     first = found[min(found)]
     device = f"CPU ({processor()})" if first["device"] == "cpu" else first["device"]
     return Run(
         {rank: one["losses"] for rank, one in sorted(found.items())}, device,
         tuple(first["formats"]), any(one["drawn"] for one in found.values()), first["versions"],
+        taken, max(moved, default=None),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import filecmp
 import os
 import shutil
@@ -9,11 +10,12 @@ import subprocess
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from unipar.errors import ConfigError
 from unipar.migrate.folders import Others, others, walk
-from unipar.migrate.notebooks import SUFFIX
+from unipar.migrate.migrated_files import files_beside, scripts
+from unipar.migrate.notebooks import SUFFIX, Notebook
 from unipar.migrate.notes import Migration
 
 CONFIG = "unipar.yaml"
@@ -34,6 +36,7 @@ class Program:
         settings: the text of JSON and YAML files, likewise: those in a directory that was named,
             and in the directories of scripts that were.
         folder: whether a directory was named, and nothing else, so that all in it belongs to it.
+        beside: the text of further Python files that those of the program import.
     """
 
     root: Path
@@ -41,6 +44,7 @@ class Program:
     whole: bool
     settings: Mapping[str, str]
     folder: bool = False
+    beside: Mapping[str, str] = field(default_factory=dict)
 
 
 def read(paths: Sequence[Path]) -> Program:
@@ -68,7 +72,8 @@ def read(paths: Sequence[Path]) -> Program:
     root = root.resolve()
     files = {p.resolve().relative_to(root).as_posix(): _text(p) for p in found}
     settings = _settings(root, {p.resolve().parent for p in found}, top)
-    return Program(root, files, whole, settings, folder=top is not None)
+    beside = files_beside(root, files) if top is None else {}
+    return Program(root, files, whole, settings, top is not None, beside)
 
 
 def _settings(root: Path, beside: set[Path], top: Path | None) -> dict[str, str]:
@@ -140,26 +145,41 @@ def plan_output(
     output: Path | None,
     in_place: bool,
     force: bool,
+    script: str | None = None,
 ) -> Output:
     """The migrated program and ``unipar.yaml``, of which nothing is written yet.
+
+    That stands beside each script that is started, for there it is read.
+
+    Args:
+        program: that is migrated.
+        migrations: of its files.
+        output: where they go, if it is given.
+        in_place: write over the originals.
+        force: write over what is there.
+        script: the one that is run, if it is given.
 
     Raises:
         ConfigError: something is in the way.
     """
     targets = _targets(program, migrations, output, in_place)
     main = next(one for one in migrations.values() if one.changed)
-    place = program.root if in_place else next(iter(targets.values())).parent
+    place = program.root if in_place else output or program.root
     if program.whole and not in_place:
         place = output or _beside(program.root)
+    configs = {
+        PurePosixPath(one).with_name(CONFIG).as_posix()
+        for one in [*_started(program, migrations), *([script] if script else [])]
+    } or {CONFIG}
     text = {path: migrations[name].code for name, path in targets.items()}
-    text[place / CONFIG] = config_text(main)
+    text |= {place / one: config_text(main) for one in sorted(configs)}
     if not in_place:
         _check_originals(program, text)
     elif not force:
         _check_clean(program)
     found = Others()
     if program.folder and not in_place:
-        found = others(program.root, {*program.files, CONFIG}, place)
+        found = others(program.root, {*program.files, *configs}, place)
     names = [name for every in found.copied.values() for name in every]
     copied = {place / name: program.root / name for name in names}
     over = {path: path.with_name(f"{path.name}.orig") for path in text if path.exists()}
@@ -247,6 +267,15 @@ def _targets(
         name: (program.root / name).with_name(f"{Path(name).stem}_unipar{Path(name).suffix}")
         for name in migrations
     }  # fmt: skip
+
+
+def _started(program: Program, migrations: Mapping[str, Migration]) -> list[str]:
+    """The scripts that come to what is migrated."""
+    trees = {
+        name: ast.parse(Notebook(name, text).script if name.endswith(SUFFIX) else text)
+        for name, text in program.files.items()
+    }
+    return scripts(trees, [name for name, one in migrations.items() if one.changed])
 
 
 def _beside(root: Path) -> Path:

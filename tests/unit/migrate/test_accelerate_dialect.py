@@ -124,6 +124,60 @@ def test_a_trigger_is_the_same_on_all_ranks() -> None:
     assert not migration.notes
 
 
+CONFIG = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "precision", "told_of"),
+    [("mixed_precision=None", "bf16", False), ("mixed_precision='fp16'", None, False),
+     ("mixed_precision=args.precision", None, True), ("**options", None, True)],
+)  # fmt: skip
+def test_what_the_script_passes_wins_over_the_file(
+    argument: str, precision: str | None, told_of: bool
+) -> None:
+    migration = migrated(
+        ("gradient_accumulation_steps=4", argument), settings={"c.yaml": CONFIG}
+    )  # fmt: skip
+    assert migration.config.get("precision") == precision
+    said = "c.yaml asks for precision bf16"
+    assert (said in told(migration, "changed")) is told_of
+    assert ("c.yaml is in unipar.yaml now" in told(migration, "changed")) is not told_of
+
+
+def test_a_plugin_of_the_script_wins_over_the_file() -> None:
+    migration = migrated(
+        ("gradient_accumulation_steps=4", "fsdp_plugin=plugin"), settings={"c.yaml": CONFIG}
+    )
+    assert migration.config == {"precision": "bf16"}
+    assert "c.yaml asks for options of fsdp" in told(migration, "changed")
+
+
+def test_of_several_files_of_accelerate_config_none_is_taken() -> None:
+    zero = CONFIG.replace("FSDP", "DEEPSPEED")
+    migration = migrated(settings={"configs/fsdp.yaml": CONFIG, "configs/zero.yaml": zero})
+    assert migration.config == {}
+    assert migration.launched == {}
+    assert "configs/fsdp.yaml, configs/zero.yaml, of which none" in told(migration, "changed")
+
+
+def test_the_original_is_started_with_what_the_file_says() -> None:
+    settings = (
+        "deepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: true\n"
+        "  offload_optimizer_device: none\n"
+    )
+    file = CONFIG.replace("FSDP", "DEEPSPEED") + settings
+    assert migrated(settings={"c.yaml": file}).launched == {
+        "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "False",
+        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "True",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    }  # fmt: skip
+    file = CONFIG + "fsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
+    found = migrated(settings={"c.yaml": file}).launched
+    assert found["ACCELERATE_USE_FSDP"] == "true"
+    assert found["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
+
+
 def test_the_file_of_accelerate_config_becomes_settings() -> None:
     file = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unipar.cli import main
-from unipar.migrate.verify import Proof
+from unipar.migrate.verify import Proof, Run
 
 SCRIPT = """\
 import torch
@@ -108,6 +108,44 @@ def test_a_directory_is_migrated_together(tmp_path: Path) -> None:
     assert FACED in (written / "run.py").read_text()
 
 
+def test_settings_stand_beside_each_script_that_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "program"
+    for name, text in {
+        "src/train.py": "from model import model, opt\n" + SCRIPT.partition("0.1)\n")[2],
+        "src/model.py": "".join(SCRIPT.partition("0.1)\n")[:2]),
+        "tools/tune.py": "from src.model import model\nmodel.backward()\n",
+        "tools/show.py": "print()\n", "src/__init__.py": "",
+    }.items():  # fmt: skip
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert main(["migrate", str(root)]) == 0
+    written = tmp_path / "program_unipar"
+    found = {str(one.relative_to(written)) for one in written.rglob("unipar.yaml")}
+    assert found == {"src/unipar.yaml", "tools/unipar.yaml"}
+    commit(root / "src")
+    assert main(["migrate", str(root), "--in-place", "--force", "--script", "tools/show.py"]) == 0
+    found = {str(one.relative_to(root)) for one in root.rglob("unipar.yaml")}
+    assert found == {"src/unipar.yaml", "tools/unipar.yaml"}
+
+
+def test_files_that_are_not_migrated_with_a_script_are_told_of(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(f"import helpers\n{SCRIPT}")
+    script.with_name("helpers.py").write_text("import nets, os\n")
+    script.with_name("nets.py").write_text("import torch\n")
+    assert main(["migrate", str(script)]) == 0
+    assert (
+        "train.py:1: changed: import helpers: nets.py imports the framework too, and is not "
+        in (capsys.readouterr().out)
+    )
+    # Nor are they migrated because what was written beside imports them.
+    assert main(["migrate", str(script.parent), "--diff"]) == 0
+    assert f"+++ b/nets.py\n@@ -1 +1 @@\n-import torch\n+{FACED}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("output", ["program_unipar", "program/out"])
 def test_a_copy_of_a_directory_has_what_the_program_reads(
     output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -165,6 +203,11 @@ def test_a_syntax_error_is_reported(script: Path, capsys: pytest.CaptureFixture[
     assert "train.py:2: syntax error: " in capsys.readouterr().err
 
 
+def run(losses: list[float]) -> Run:
+    """A run of one process whose optimizer has stepped once."""
+    return Run({0: losses}, "cpu", ("float32",), False, {}, steps=1, moved=0.1)
+
+
 def proof(*losses: float) -> Callable[..., Proof]:
     """A comparison of an original whose losses are 1.0 and 0.5 with a migrated script."""
     return lambda *_args, **_kwargs: Proof({0: [1.0, 0.5]}, {0: losses})
@@ -216,11 +259,11 @@ def test_no_steps_are_not_the_number_that_is_taken_without_any(
 ) -> None:
     seen: list[int] = []
 
-    def losses_of(*_: object, steps: int, **__: object) -> dict[int, list[float]]:
+    def run_of(*_: object, steps: int, **__: object) -> Run:
         seen.append(steps)
-        return {0: [1.0]}
+        return run([1.0])
 
-    monkeypatch.setattr("unipar.migrate.verify.losses_of", losses_of)
+    monkeypatch.setattr("unipar.migrate.verify.run_of", run_of)
     assert main(["migrate", str(script), "--verify", "--steps", "0", "--diff"]) == 0
     assert set(seen) == {0}
 
@@ -230,7 +273,7 @@ def test_losses_of_zero_show_nothing(
     losses: list[float], script: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("unipar.migrate.verify.losses_of", lambda *_args, **_kwargs: {0: losses})
+    monkeypatch.setattr("unipar.migrate.verify.run_of", lambda *_args, **_kwargs: run(losses))
     assert main(["migrate", str(script), "--verify"]) == 2
     said = capsys.readouterr()
     assert "is zero or no finite number, so there is nothing to compare. Let the script" in said.err

@@ -2,7 +2,8 @@
 
 Python imports a module of this name when it starts. It waits for torch to be imported, seeds the
 generators, and notes the value of every tensor on which ``backward()`` is called, without the
-factor by which fp16 scales it, until a number of them is reached and the process ends. Frameworks
+factor by which fp16 scales it, until a number of them is reached, with steps of the optimizer among
+them, and the process ends. Frameworks
 average over ranks what they compute, and unipar's engines sum it, so a rank's part of such a sum is
 noted as what it would be in an average. Only the standard library is used before torch is there.
 """
@@ -52,11 +53,14 @@ def _record(torch):
     random.seed(seed)
     torch.manual_seed(seed)
     backward = torch.Tensor.backward
-    losses, facts = [], {"drawn": False}
+    losses, facts, weights = [], {"drawn": False}, _Weights(torch)
 
     def recording(self, *args, **kwargs):
-        if len(losses) == wanted:
+        facts.update(weights.seen(self))
+        enough = facts["stepped"] >= _STEPS or len(losses) >= wanted + _MORE
+        if len(losses) >= wanted and enough:
             # Every rank comes here after as many steps, so none waits for another.
+            _write(torch, losses, facts)
             raise SystemExit(0)
         if not losses:
             facts.update(_circumstances(torch, self))
@@ -91,13 +95,9 @@ def _circumstances(torch, loss):
     device = loss.device.type
     if device == "cuda":
         device = torch.cuda.get_device_name(loss.device)
-    formats, seen, near = {loss.dtype}, set(), [loss.grad_fn]
-    for node in near:
+    formats = {loss.dtype}
+    for node in _graph(loss):
         formats |= {one.dtype for one in getattr(node, "_input_metadata", ())}
-        for following, _ in getattr(node, "next_functions", ()):
-            if following is not None and following not in seen:
-                seen.add(following)
-                near.append(following)
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _FRAMEWORKS}
     return {
         "device": device,
@@ -107,6 +107,60 @@ def _circumstances(torch, loss):
             **{name: str(found) for name, found in loaded.items() if found is not None},
         },
     }
+
+
+def _graph(loss):
+    """Every node of the graph that a loss was computed by."""
+    seen, near = set(), [loss.grad_fn]
+    for node in near:
+        for following, _ in getattr(node, "next_functions", ()):
+            if following is not None and following not in seen:
+                seen.add(following)
+                near.append(following)
+    return near
+
+
+class _Weights:
+    """The weights that losses are computed from, and the steps that change them."""
+
+    def __init__(self, torch):
+        self._torch, self._stepped, self._steps = torch, False, -1
+        self._first, self._last = {}, {}
+        optimizers = importlib.import_module("torch.optim.optimizer")
+        optimizers.register_optimizer_step_post_hook(self._note)
+
+    def _note(self, *_):
+        self._stepped = True
+
+    def seen(self, loss):
+        """After how many steps a loss comes, and how far norms of weights are from the first."""
+        now = dict(self._norms(loss))
+        changed = any(now[one] != self._last.get(one, now[one]) for one in now)
+        if self._stepped or changed or self._steps < 0:
+            # Steps before the first loss are none that it could show.
+            self._steps += 1
+        self._stepped, self._last = False, {**self._last, **now}
+        self._first = {**now, **self._first}
+        moved = [abs(self._last[one] / was - 1) for one, was in self._first.items() if was]
+        return {"stepped": self._steps, "moved": max(moved) if moved else None}
+
+    def _norms(self, loss):
+        for node in _graph(loss):
+            one = getattr(node, "variable", None)
+            # What strategies divide is not there, or of a class of its own.
+            if one is None or type(one) is not self._torch.nn.Parameter or not _is_there(one):
+                continue
+            wide = self._torch.float32 if one.device.type == "mps" else self._torch.float64
+            yield one, self._torch.linalg.vector_norm(one.detach(), dtype=wide).item()
+
+
+def _is_there(weight):
+    held = weight.untyped_storage().size()
+    return held >= weight.numel() * weight.element_size() > 0
+
+
+def _seed_numpy(numpy):
+    importlib.import_module("numpy.random").seed(int(os.environ["UNIPAR_CAPTURE_SEED"]))
 
 
 def _drawn(torch):
@@ -218,12 +272,15 @@ def _write(torch, losses, facts):
 
 
 _SCALE, _NEAR = "unipar-scale", 64
+_STEPS, _MORE = 3, 400
+"""Steps that losses are to come after, and losses that are waited for them."""
 _MOMENT = 0.2
 """Seconds in which a gloo thread lets go of the tensors of collectives that are done."""
 _FRAMEWORKS = ("torch", "accelerate", "colossalai", "deepspeed", "horovod", "lightning",
                "lightning_fabric", "transformers")  # fmt: skip
 _SUMS = _Sums()
 _ACTS = {
+    "numpy": _seed_numpy,
     "torch": _record,
     "unipar.engine.average": lambda module: _SUMS.note(module.LossAverage),
     "torch.distributed.fsdp.sharded_grad_scaler": lambda module: _note_scale(

@@ -7,6 +7,7 @@ from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.colossalai import ColossalAI
 from unipar.migrate.dialects.deepspeed import DeepSpeed
 from unipar.migrate.dialects.fabric import Fabric
+from unipar.migrate.dialects.face import FaceDialect
 from unipar.migrate.dialects.horovod import Horovod
 from unipar.migrate.dialects.native import Ddp, Fsdp, Torch
 
@@ -21,4 +22,4 @@ DIALECTS: tuple[Dialect, ...] = (
     Torch(),
 )
 
-__all__ = ["DIALECTS", "Dialect", "Row"]
+__all__ = ["DIALECTS", "Dialect", "FaceDialect", "Row"]

@@ -26,6 +26,7 @@ class Accelerate(FaceDialect):
     name: ClassVar[str] = "accelerate"
     title: ClassVar[str] = "Accelerate"
     marks: ClassVar[tuple[str, ...]] = ("accelerate.",)
+    trains: ClassVar[tuple[str, ...]] = ACCELERATOR
     package: ClassVar[str] = "accelerate"
     face: ClassVar[str] = FACE
     modules: ClassVar[Mapping[str, Table | None]] = {

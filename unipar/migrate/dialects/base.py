@@ -27,6 +27,7 @@ class Dialect(ABC):
         name: what ``--from`` calls it.
         title: what messages call it.
         marks: names of which one is used in every such script; a trailing dot takes all below.
+        trains: names of calls of which one makes a program train by the framework, likewise.
         engines: what its objects that stand for the model, and compute, are called.
         main: the names of the calls that make the framework's main object.
         together: methods of that object by which all ranks save.
@@ -38,6 +39,7 @@ class Dialect(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
+    trains: ClassVar[tuple[str, ...]]
     engines: ClassVar[tuple[str, ...]] = ()
     main: ClassVar[tuple[str, ...]] = ()
     together: ClassVar[tuple[str, ...]] = ()
@@ -51,8 +53,15 @@ class Dialect(ABC):
 
     def marked(self, name: str) -> bool:
         """Return whether a name belongs to the framework."""
-        return any(name == mark or (mark[-1] == "." and name.startswith(mark)) or
-                   (mark[-1] == "." and name == mark[:-1]) for mark in self.marks)  # fmt: skip
+        return _is_among(name, self.marks)
+
+    def is_trained_by(self, name: str) -> bool:
+        """Return whether a call of this name makes a program train by the framework."""
+        return _is_among(name, self.trains)
+
+    def concerns(self, name: str) -> bool:
+        """Return whether an import of this name is rewritten."""
+        return self.marked(name)
 
     def table(self) -> str:
         """Return the table of what maps to what, in Markdown."""
@@ -61,6 +70,11 @@ class Dialect(ABC):
     def refused_table(self) -> str:
         """Return the table of what is refused, in Markdown."""
         return _table(("refused", "why, and what to do"), self.refused, code=False)
+
+
+def _is_among(name: str, marks: tuple[str, ...]) -> bool:
+    return any(name == mark or (mark[-1] == "." and name.startswith(mark)) or
+               (mark[-1] == "." and name == mark[:-1]) for mark in marks)  # fmt: skip
 
 
 def _table(head: tuple[str, str], rows: tuple[Row, ...], *, code: bool = True) -> str:

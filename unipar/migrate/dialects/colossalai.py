@@ -23,6 +23,7 @@ class ColossalAI(FaceDialect):
     name: ClassVar[str] = "colossalai"
     title: ClassVar[str] = "Colossal-AI"
     marks: ClassVar[tuple[str, ...]] = ("colossalai.",)
+    trains: ClassVar[tuple[str, ...]] = BOOSTER
     package: ClassVar[str] = "colossalai"
     face: ClassVar[str] = FACE
     modules: ClassVar[Mapping[str, Table | None]] = {**MODULES, "initialize": None}

@@ -38,6 +38,7 @@ class DeepSpeed(FaceDialect):
     name: ClassVar[str] = "deepspeed"
     title: ClassVar[str] = "DeepSpeed"
     marks: ClassVar[tuple[str, ...]] = ("deepspeed.",)
+    trains: ClassVar[tuple[str, ...]] = ("deepspeed.initialize",)
     engines: ClassVar[tuple[str, ...]] = (_ENGINE,)
     package: ClassVar[str] = "deepspeed"
     face: ClassVar[str] = FACE

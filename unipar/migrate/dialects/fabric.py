@@ -35,6 +35,7 @@ class Fabric(FaceDialect):
     name: ClassVar[str] = "fabric"
     title: ClassVar[str] = "Lightning Fabric"
     marks: ClassVar[tuple[str, ...]] = ("lightning_fabric.", "lightning.fabric.", *FABRIC)
+    trains: ClassVar[tuple[str, ...]] = FABRIC
     package: ClassVar[str] = "lightning_fabric"
     face: ClassVar[str] = FACE
     modules: ClassVar[Mapping[str, Table | None]] = {

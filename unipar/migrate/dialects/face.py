@@ -12,8 +12,11 @@ import libcst as cst
 
 from unipar.compat.tables import NOT_KEPT, Table
 from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.literals import constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
+
+_BY_STRING = {"importlib.import_module", "importlib.util.find_spec"}
 
 
 class FaceDialect(Dialect):
@@ -52,6 +55,8 @@ class FaceDialect(Dialect):
                 self._rewrite_import(plan, source, node)
             for node in source.all(cst.Attribute):
                 self._refuse_attribute(plan, node)
+            for call in source.calls():
+                self._tell_of_question(plan, call)
         self._refuse_members(plan)
 
     def inside(self, module: str) -> str | None:
@@ -74,6 +79,7 @@ class FaceDialect(Dialect):
         inside = self.inside(source.code(node.module))
         if inside is None:
             return
+        self._tell_of_guard(plan, source, node)
         place = self.nearest(inside)
         if place is None:
             self._refuse_module(plan, node, inside)
@@ -103,6 +109,7 @@ class FaceDialect(Dialect):
             inside = self.inside(module)
             if inside is None:
                 continue
+            self._tell_of_guard(plan, source, node)
             place = self.nearest(inside)
             if place is None:
                 self._refuse_module(plan, node, inside)
@@ -122,6 +129,28 @@ class FaceDialect(Dialect):
         why = table.why_not(name) if table is not None else None
         if why is not None and f"{self.package}.{name}" in plan.flow.names(node):
             plan.refuse_where_reached(node, f"the face has no {name}.", why)
+
+    def _tell_of_guard(self, plan: Plan, source: Source, node: cst.CSTNode) -> None:
+        """Note an import that may fail in the script, and never does of the face."""
+        if source.is_tried(node):
+            plan.tell(
+                node, f"the face is there whether or not {self.package} is installed, so what "
+                "follows `except` never runs.",
+                "Where that decides how the script trains, let a flag decide.",
+            )  # fmt: skip
+
+    def _tell_of_question(self, plan: Plan, call: cst.Call) -> None:
+        """Note what asks for the framework by a string, or whether it is installed."""
+        names = plan.flow.names(call.func)
+        asked = constant(call.args[0].value) if call.args else None
+        if (
+            isinstance(asked, str) and self.inside(asked) is not None
+            and (names & _BY_STRING or plan.flow.source(call).code(call.func) == "__import__")
+        ) or any(one.endswith(f".is_{self.package}_available") for one in names):  # fmt: skip
+            plan.tell(
+                call, f"it asks for {self.package} itself, and not for its face.",
+                "Import it by a statement, and let a flag decide what depends on it.",
+            )  # fmt: skip
 
     def _refuse_module(self, plan: Plan, node: cst.CSTNode, inside: str) -> None:
         known = ", ".join(f"{self.package}.{one}".rstrip(".") for one in sorted(self.modules))

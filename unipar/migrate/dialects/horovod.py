@@ -11,7 +11,7 @@ from unipar.compat.horovod_names import CALLS, HOROVOD, PACKAGE, STARTED
 from unipar.compat.tables import Table
 from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
-from unipar.migrate.dialects.native import rewrite_imports
+from unipar.migrate.dialects.native import is_torch, rewrite_imports
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
 
@@ -24,6 +24,7 @@ class Horovod(FaceDialect):
     name: ClassVar[str] = "horovod"
     title: ClassVar[str] = "Horovod"
     marks: ClassVar[tuple[str, ...]] = ("horovod.",)
+    trains: ClassVar[tuple[str, ...]] = ("horovod.torch.",)
     package: ClassVar[str] = "horovod"
     face: ClassVar[str] = "unipar.compat.horovod"
     modules: ClassVar[Mapping[str, Table | None]] = {
@@ -34,6 +35,9 @@ class Horovod(FaceDialect):
         Row("import horovod.torch as hvd", "import unipar.compat.horovod.torch as hvd"),
         Row("import torch", "import unipar.compat.torch as torch"),
     )
+
+    def concerns(self, name: str) -> bool:
+        return self.marked(name) or is_torch(name)
 
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "horovodrun"

@@ -34,6 +34,9 @@ class Native(Dialect):
     )
     starts: ClassVar[str] = "torchrun"
 
+    def concerns(self, name: str) -> bool:
+        return is_torch(name)
+
     def rewrite(self, plan: Plan) -> None:
         spawned = plan.calls("torch.multiprocessing.spawn", "torch.multiprocessing.Process")
         plan.launcher = "python" if spawned else self.starts
@@ -49,6 +52,7 @@ class Torch(Native):
     name: ClassVar[str] = "torch"
     title: ClassVar[str] = "plain PyTorch"
     marks: ClassVar[tuple[str, ...]] = ("torch.",)
+    trains: ClassVar[tuple[str, ...]] = ()
     starts: ClassVar[str] = "python"
 
 
@@ -63,6 +67,7 @@ class Ddp(Native):
         "torch.nn.parallel.DistributedDataParallel",
         "torch.nn.parallel.distributed.DistributedDataParallel",
     )
+    trains: ClassVar[tuple[str, ...]] = marks[2:]
 
 
 class Fsdp(Native):
@@ -73,6 +78,12 @@ class Fsdp(Native):
     marks: ClassVar[tuple[str, ...]] = (
         "torch.distributed.fsdp.",
         "torch.distributed._composable.fsdp.",
+    )
+    trains: ClassVar[tuple[str, ...]] = (
+        "torch.distributed.fsdp.FullyShardedDataParallel",
+        "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+        "torch.distributed.fsdp.fully_shard",
+        "torch.distributed._composable.fsdp.fully_shard",
     )
 
 
@@ -87,29 +98,37 @@ def rewrite_imports(plan: Plan, source: Source) -> None:
         if node.module is None or node.relative:
             continue
         module = source.code(node.module)
-        if _is_torch(module) and _has_face(module, node, source.code):
+        if is_torch(module) and _has_face(module, node, source.code):
             plan.replace(node.module, _faced(module))
-    plain = any(
-        source.code(alias.name) == "torch" and alias.asname is None
-        for node in source.all(cst.Import)
-        for alias in node.names
-    )
-    for node in source.all(cst.Import):
-        _rewrite_import(plan, source, node, plain=plain)
+    imports = list(source.all(cst.Import))
+    plain = {source.block(node) for node in imports for alias in node.names
+             if source.code(alias.name) == "torch" and alias.asname is None}  # fmt: skip
+    for node in imports:
+        _rewrite_import(plan, source, node, plain)
 
 
-def _rewrite_import(plan: Plan, source: Source, node: cst.Import, *, plain: bool) -> None:
+def _rewrite_import(
+    plan: Plan, source: Source, node: cst.Import, plain: set[cst.CSTNode]
+) -> None:  # fmt: skip
+    """Rewrite one.
+
+    Args:
+        plan: the program.
+        source: its file.
+        node: the statement.
+        plain: blocks that import torch itself, and so have its name, as have those within.
+    """
     for alias in node.names:
         module = source.code(alias.name)
-        if not _is_torch(module):
+        if not is_torch(module):
             continue
         if alias.asname is not None:
             if holds_face(module):
                 plan.replace(alias.name, _faced(module))
-        elif module == "torch" or not plain:
+        elif module == "torch" or plain.isdisjoint(source.around(node)):
             # What follows in the name is found when it is asked for.
             plan.replace(alias, f"{FACE} as torch")
-            plain = True
+            plain.add(source.block(node))
         elif len(node.names) == 1:
             source.remove(node)
         else:
@@ -124,7 +143,8 @@ def _has_face(module: str, node: cst.ImportFrom, code: Callable[[cst.CSTNode], s
     return bool(names & replaced) or any(holds_face(f"{module}.{name}") for name in names)
 
 
-def _is_torch(module: str) -> bool:
+def is_torch(module: str) -> bool:
+    """Return whether a module is PyTorch's."""
     return module == "torch" or module.startswith("torch.")
 
 
