@@ -53,15 +53,14 @@ def _record(torch):
     random.seed(seed)
     torch.manual_seed(seed)
     backward = torch.Tensor.backward
-    losses, facts, weights = [], {"drawn": False}, _Weights(torch)
+    losses, facts, weights = [], {"drawn": False, "stepped": 0}, _Weights(torch)
 
     def recording(self, *args, **kwargs):
-        facts.update(weights.seen(self))
         enough = facts["stepped"] >= _STEPS or len(losses) >= wanted + _MORE
         if len(losses) >= wanted and enough:
             # Every rank comes here after as many steps, so none waits for another.
-            _write(torch, losses, facts)
             raise SystemExit(0)
+        facts.update(weights.seen(self))
         if not losses:
             facts.update(_circumstances(torch, self))
         facts["drawn"] = facts["drawn"] or _drawn(torch)
