@@ -12,8 +12,8 @@ _HOME = "Its names are those of the package that it stands in. Import them from 
 _MESH = "Name the axes of the strategy mesh in unipar.yaml (docs/strategies.md)."
 _DEVICE = "The run's device decides. Call get_accelerator()."
 _LORA = (
-    "Call peft.get_peft_model(model, config) before booster.boost, and save adapters by "
-    "booster.save_model."
+    "Call peft.get_peft_model(model, config) before booster.boost. booster.save_model writes "
+    "adapters beside the base model's weights."
 )
 _WHOLE = (
     "Strategies take any class of torch.optim, and one of the script's own. Use AdamW, or a class "

@@ -242,6 +242,105 @@ def test_weights_of_other_names_are_left_out_only_if_so_asked() -> None:
     assert model.unwrap().bias.item() == bias
 
 
+class Adapter(nn.Module):
+    """A layer as PEFT's LoRA makes it."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(3, 1, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_A["default"](x)
+
+
+class Adapted(nn.Module):
+    """A model as PEFT makes it of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = nn.Sequential(Adapter(nn.Linear(3, 1)))
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model.model  # pyright: ignore[reportReturnType]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_base_model()(x)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_base_model_is_read_into_a_model_with_adapters(trained: bool) -> None:
+    colossalai.launch_from_torch(seed=0, verbose=False)
+    booster, model, plain = (
+        Booster(plugin=TorchDDPPlugin()),
+        Adapted(),
+        nn.Sequential(nn.Linear(3, 1)),
+    )
+    adapters = [one for one in model.parameters() if one.requires_grad]
+    model, *_ = booster.boost(model, torch.optim.SGD(adapters, lr=0.1) if trained else None)
+    torch.save(plain.state_dict(), "base.pt")
+    booster.load_model(model, "base.pt", strict=False)
+    base = model.unwrap().get_base_model()[0].base_layer
+    assert torch.equal(base.weight, plain[0].weight)
+    booster.save_model(model, "adapted.pt")
+    assert [*torch.load("adapted.pt")] == ["0.weight", "0.bias", "0.lora_A.default.weight"]
+    base.weight.data.zero_()
+    booster.load_model(model, "adapted.pt")
+    assert torch.equal(model.unwrap().get_base_model()[0].base_layer.weight, plain[0].weight)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_tied_weights_are_in_safetensors_by_each_name(shard: bool) -> None:
+    colossalai.launch_from_torch(seed=0, verbose=False)
+    booster, model = Booster(plugin=TorchDDPPlugin()), Tied()
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.save_model(model, "tied.safetensors", shard=shard, use_safetensors=True)
+    evaluated, *_ = booster.boost(Tied())
+    booster.load_model(evaluated, "tied.safetensors")
+    assert torch.equal(evaluated.unwrap().second.weight, model.unwrap().first.weight)
+
+
+def test_a_directory_has_one_index_and_safetensors_come_first() -> None:
+    booster, model, optimizer = boosted()
+    step(booster, model, optimizer)
+    Path("both").mkdir()
+    booster.save_model(model, "both/model.safetensors", use_safetensors=True)
+    torch.save({}, "both/pytorch_model.bin")
+    booster.load_model(model, "both")
+    booster.save_model(model, "both", shard=True)
+    booster.save_optimizer(optimizer, "both", shard=True)
+    with pytest.raises(CheckpointError, match="several indexes: pytorch_model.bin.index.json, py"):
+        booster.load_model(model, "both")
+    booster.load_model(model, "both/pytorch_model.bin.index.json")
+    booster.load_optimizer(optimizer, "both/pytorch_optim.bin.index.json")
+
+
+def test_transformers_can_read_a_directory() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=4, n_head=1, vocab_size=5, n_positions=4)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    colossalai.launch_from_torch(seed=0, verbose=False)
+    booster = Booster(plugin=TorchDDPPlugin())
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.save_model(model, "gpt", shard=True)
+    found = transformers.AutoModelForCausalLM.from_pretrained("gpt")
+    assert torch.equal(found.lm_head.weight, model.unwrap().lm_head.weight)
+    assert found.config.architectures == ["GPT2LMHeadModel"]
+    assert Path("gpt/generation_config.json").is_file()
+
+
 def test_a_schedule_goes_on_from_its_file() -> None:
     booster, *_ = boosted()
 

@@ -36,6 +36,21 @@ class BoostedModel(PreparedModel):
 
     face_calls: ClassVar[Calls] = CALLS
 
+    def __init__(self, module: nn.Module, session: Session, **settings: Any) -> None:
+        super().__init__(module, session, **settings)
+        self._class_name = type(self.base).__name__
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class, which strategies may change."""
+        return self._class_name
+
+    @property
+    def base(self) -> Any:
+        """What PEFT has adapted, or else the module itself."""
+        found = getattr(self.module, "get_base_model", None)
+        return self.module if found is None else found()
+
     def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
         """The module itself, as the strategy has made it."""
         return self.module

@@ -39,12 +39,16 @@ def save_model(
     """
     state = model.whole_state_dict()
     if world.is_main:
-        name = _SAFE_WEIGHTS if safe else _WEIGHTS
+        names = _names_in_files(model)
+        state = {names.get(name, name): one for name, one in state.items()}
+        if safe:
+            state = _untied(state)
         if shard_mb is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(state, path, safe=safe)
         else:
-            _write_shards(state, path, name, shard_mb, {}, safe=safe)
+            _write_shards(state, path, _SAFE_WEIGHTS if safe else _WEIGHTS, shard_mb, {}, safe=safe)
+            _write_config(model, path, state)
     world.barrier()
 
 
@@ -61,12 +65,56 @@ def load_model(model: BoostedModel, path: Path, world: World, *, strict: bool) -
         CheckpointError: there is none, or names or shapes differ.
     """
     training = model.training_by
+    own_names = {file: own for own, file in _names_in_files(model).items()}
+
+    def read() -> dict[str, Any]:
+        found, _ = _read(path, _SAFE_WEIGHTS, _WEIGHTS)
+        return {own_names.get(name, name): one for name, one in found.items()}
+
     if training is None:
-        model.module.load_state_dict(_read(path, _WEIGHTS, _SAFE_WEIGHTS)[0], strict=strict)
+        model.module.load_state_dict(read(), strict=strict)
         return
     gathered = GatheredModel(training.engine, world, rank0_only=True)
-    state = _on_main(world, lambda: _read(path, _WEIGHTS, _SAFE_WEIGHTS)[0])
-    gathered.load_state_dict(state, strict=strict)
+    gathered.load_state_dict(_on_main(world, read), strict=strict)
+
+
+def _names_in_files(model: BoostedModel) -> dict[str, str]:
+    """The names of weights in files, by those of the model: those that it has without PEFT.
+
+    So Colossal-AI has them (0.5.0, ``interface/model.py``), and a base model's files can be read.
+    """
+    base = model.base
+    within = next(name for name, one in model.module.named_modules() if one is base)
+    if not within:
+        return {name: name for name in model.shapes}
+    return {
+        name: name.removeprefix(f"{within}.").replace(".base_layer.", ".") for name in model.shapes
+    }
+
+
+def _untied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of which each has its own memory: tied ones are in the file by each name."""
+    held: set[int] = set()
+    found = {}
+    for name, one in state.items():
+        found[name] = one.clone() if one.data_ptr() in held else one
+        held.add(one.data_ptr())
+    return found
+
+
+def _write_config(model: BoostedModel, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write a model's own configuration beside its weights, where it has one that is written."""
+    base = model.base
+    if not hasattr(base, "can_generate"):  # As models of transformers have it, and no others.
+        return
+    config = base.config
+    config.architectures = [model.class_name]
+    dtypes = (str(one.dtype) for one in state.values() if one.is_floating_point())
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # Since transformers 4.56.
+    setattr(config, name, next(dtypes, "torch.float32").removeprefix("torch."))
+    config.save_pretrained(directory)
+    if base.can_generate():
+        base.generation_config.save_pretrained(directory)
 
 
 def save_optimizer(
@@ -210,7 +258,14 @@ def _bytes(value: Any) -> int:
 def _read(path: Path, *names: str) -> tuple[dict[Any, Any], dict[str, Any]]:
     """What a file, or the files of a directory, hold; and what the index says beside."""
     if path.is_dir():
-        found = [*path.glob("*.index.json"), *(path / n for n in names if (path / n).is_file())]
+        indexes = sorted(path.glob("*.index.json"))
+        if len(indexes) > 1:
+            raise CheckpointError(
+                f"{path} has several indexes: {', '.join(one.name for one in indexes)}. Pass the "
+                "path of one of them, or write weights and optimizers into directories of their "
+                "own."
+            )
+        found = [*indexes, *(path / name for name in names if (path / name).is_file())]
         if not found:
             raise CheckpointError(f"{path} has no index, and none of {', '.join(names)}.")
         path = found[0]
