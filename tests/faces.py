@@ -22,10 +22,13 @@ Step = Callable[[torch.Tensor], None]
 """Takes a step by a loss."""
 
 
-def under(placement: Placement, strategy: str, act: Callable[..., Any], *args: Any) -> Any:
-    """Act in a run of which unipar.yaml says the strategy."""
+def under(placement: Placement, strategy: str | None, act: Callable[..., Any], *args: Any) -> Any:
+    """Act in a run of which unipar.yaml says the strategy, or none."""
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("UNIPAR_STRATEGY", strategy)
+    if strategy is None:
+        monkeypatch.delenv("UNIPAR_STRATEGY", raising=False)
+    else:
+        monkeypatch.setenv("UNIPAR_STRATEGY", strategy)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     current.stand(placement, Path("unipar.yaml"))
     try:

@@ -9,8 +9,11 @@ import torch
 from faces import under
 from torch import nn
 
+from unipar.compat import colossalai
 from unipar.compat.accelerate import Accelerator
 from unipar.compat.accelerate.utils import DistributedDataParallelKwargs
+from unipar.compat.colossalai.booster import Booster
+from unipar.compat.colossalai.booster import plugin as plugins
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -54,6 +57,51 @@ def test_by_default_they_begin_each_step_as_those_of_rank_0(world_pool: Any, str
     # Of the other rank's own batches the last alone is in them.
     mixed = torch.stack([*DATA[:2, 0], DATA[2, 1]])
     torch.testing.assert_close(second, by_hand(mixed))
+
+
+def boosted(plugin: str, launched: str | None, settings: dict[str, Any]) -> list[float]:
+    """The statistics that a rank evaluates with."""
+    colossalai.launch_from_torch(verbose=False, strategy=launched)
+    booster = Booster(plugin=getattr(plugins, plugin)(**settings))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for shares in DATA:
+        booster.backward(boosted(shares[torch.distributed.get_rank()]).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    boosted.eval()
+    with torch.no_grad():
+        boosted(DATA[0, 0])
+    return dict(boosted.named_buffers())["0.running_mean"].tolist()
+
+
+ZERO = {"precision": "fp32"}
+HYBRID = {**ZERO, "tp_size": 1, "pp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "settings", "strategy", "launched", "shares"),
+    [
+        ("LowLevelZeroPlugin", ZERO, "ddp", None, False),
+        ("GeminiPlugin", ZERO, "fsdp", None, False),
+        ("TorchDDPPlugin", {"broadcast_buffers": False}, None, "ddp", False),
+        ("HybridParallelPlugin", {**HYBRID, "broadcast_buffers": False}, None, None, False),
+        ("TorchDDPPlugin", {}, None, "fsdp", True),
+        ("HybridParallelPlugin", HYBRID, "ddp", None, True),
+    ],
+)
+def test_whose_buffers_evaluate_is_said_by_the_plugin(
+    world_pool: Any,
+    plugin: str,
+    settings: dict[str, Any],
+    strategy: str | None,
+    launched: str | None,
+    shares: bool,
+) -> None:
+    found = world_pool(2).run(under, strategy, boosted, plugin, launched, settings)
+    for rank in range(2):
+        torch.testing.assert_close(found[rank], by_hand(DATA[:, 0 if shares else rank]))
 
 
 def with_targets(ddp: bool) -> list[float]:

@@ -44,7 +44,8 @@ class PreparedOptimizer(Optimizer):
         strayed: whether a loss that trains another model has left gradients in this one's.
         same_parameters: whether the script's framework is DDP, which asks that a backward pass
             gives gradients to the same parameters on every rank.
-        own_buffers: whether it leaves each rank the statistics of its own batches.
+        own_buffers: whether it leaves each rank the statistics of its own batches; ``None``: as
+            what the script has asked of the run does.
         alike: whether all ranks make the same calls, as where the script knows nothing of them.
         clears: whether the script has to clear gradients after a step, as PyTorch asks.
         uncleared: whether it has stepped, and gradients that it has to clear were not since.
@@ -55,7 +56,7 @@ class PreparedOptimizer(Optimizer):
     keeps_model: ClassVar[bool] = False
     """Whether it holds its model, which else goes when the script lets go of it."""
     same_parameters: bool = False
-    own_buffers: bool = False
+    own_buffers: bool | None = None
     alike: bool = False
     clears: bool = True
     frozen: frozenset[str] | None = None
@@ -166,7 +167,9 @@ class PreparedOptimizer(Optimizer):
                 engine.reducer.shares_buffers = False
             elif session.capabilities.sharded:
                 # Other strategies evaluate as DDP would.
-                engine.reducer.shares_buffers = current.asks_for_replicas()
+                engine.reducer.shares_buffers = (
+                    self.own_buffers is not None or current.asks_for_replicas()
+                )
         # A scheduler that a script has left over has this optimizer, and is to hold no model.
         self._model = (lambda: model) if self.keeps_model else weakref.ref(model)
         self.training = model.trained_by(engine, self.drop)

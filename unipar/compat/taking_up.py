@@ -211,7 +211,7 @@ class Adopter(Script):
             optimizer.own(), session, accumulating=lambda: False, may_skip=scales or skips
         )
         adopted.summed = optimizer in self.sums
-        adopted.own_buffers = optimizer in self.own_buffers
+        adopted.own_buffers = True if optimizer in self.own_buffers else None
         adopted.alike = not self.aware or current.placement().size == 1
         adopted.same_parameters = self.by_ddp
         adopted.skips = skips and not scales

@@ -35,7 +35,7 @@ class EngineOptimizer(PreparedOptimizer):
     """An optimizer that an engine steps, and nobody else."""
 
     calls: ClassVar[Calls] = _CALLS
-    own_buffers: bool = True
+    own_buffers: bool | None = True
     clears: bool = False
     _all: ClassVar[WeakSet[EngineOptimizer]] = WeakSet()
 

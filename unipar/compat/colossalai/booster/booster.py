@@ -123,6 +123,8 @@ class Booster:
             may_skip=self._may_skip,
         )  # fmt: skip
         boosted.same_parameters = isinstance(self.plugin, TorchDDPPlugin)
+        if self.plugin is not None:
+            boosted.own_buffers = not self.plugin.shares_buffers
         if boosted.model_among([model]) is None:
             raise ConfigError(
                 f"the {type(optimizer).__name__} updates no parameter of the "

@@ -67,7 +67,7 @@ def load_model(model: BoostedModel, path: Path, world: World, *, strict: bool) -
     training = model.training_by
     own_names = {file: own for own, file in _names_in_files(model).items()}
 
-    def read() -> dict[str, Any]:
+    def read() -> dict[Any, Any]:
         found, _ = _read(path, _SAFE_WEIGHTS, _WEIGHTS)
         return {own_names.get(name, name): one for name, one in found.items()}
 

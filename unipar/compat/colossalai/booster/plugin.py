@@ -64,6 +64,10 @@ class TorchDDPPlugin(DPPluginBase):
     def control_precision(self) -> bool:
         return False
 
+    @property
+    def shares_buffers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.broadcast_buffers
+
     def strategy(self) -> dict[str, Any] | None:
         if self.world_size == 1:
             return None
@@ -339,6 +343,10 @@ class HybridParallelPlugin(PipelinePluginBase):
         return self.zero_stage == 0
 
     @property
+    def shares_buffers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.zero_stage == 0 and self.broadcast_buffers
+
+    @property
     def enable_pipeline_parallelism(self) -> bool:
         """``False``: see ``pp_size``."""
         return False
@@ -361,7 +369,11 @@ class HybridParallelPlugin(PipelinePluginBase):
             return self.itself(own, {"name": "mesh", "tp": self.tp_size})
         if self.zero_stage:
             return _zero(self, self.zero_stage, offloads=self.cpu_offload)
-        return {"name": "ddp"} if self.world_size > 1 else None
+        if self.world_size == 1:
+            return None
+        same = ("broadcast_buffers", "find_unused_parameters", "static_graph")
+        options = {one: one for one in same} | {"ddp_bucket_cap_mb": "bucket_cap_mb"}
+        return {"name": "ddp", **_given(self, options)}
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):
