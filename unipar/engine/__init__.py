@@ -19,6 +19,7 @@ from unipar.engine.divisions import (
     Flat,
     Sliced,
     constructor_arguments,
+    share_hooks,
 )
 from unipar.engine.flat import flat_state
 from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
@@ -136,6 +137,7 @@ __all__ = [
     "scale_gradients",
     "see_calls",
     "share_buffers",
+    "share_hooks",
     "share_scale",
     "sparse_parameters",
     "sum_shards",

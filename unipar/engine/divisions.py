@@ -122,7 +122,9 @@ class ByTensor(Division):
     def build(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer | None:
         if not self.rebuilt:
             return None
-        return type(optimizer)(groups, **constructor_arguments(optimizer))
+        built = type(optimizer)(groups, **constructor_arguments(optimizer))
+        share_hooks(optimizer, built)
+        return built
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,16 @@ def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
     """
     accepted = inspect.signature(type(optimizer)).parameters
     return {key: value for key, value in optimizer.defaults.items() if key in accepted}
+
+
+def share_hooks(optimizer: Optimizer, built: Optimizer) -> None:
+    """Have the steps of an optimizer that is built again run the hooks of the first one's.
+
+    Those that it is given later, too: it is the one that a script holds.
+    """
+    # torch 2.13, optim/optimizer.py.
+    built._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    built._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
 
 
 def whole_of(value: Any) -> Any:

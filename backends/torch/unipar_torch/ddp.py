@@ -21,6 +21,7 @@ from unipar.engine import (
     compute_in_float8,
     constructor_arguments,
     offload_activations,
+    share_hooks,
     sparse_parameters,
     with_divisible_optimizer,
 )
@@ -191,7 +192,13 @@ def shard_optimizer(
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     arguments = constructor_arguments(optimizer)
-    return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **arguments)
+    sharded = ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **arguments)
+    # Not those of its part, which are a class's own that registers some: torch 2.13,
+    # optim/optimizer.py.
+    sharded.optim._optimizer_step_pre_hooks.clear()
+    sharded.optim._optimizer_step_post_hooks.clear()
+    share_hooks(optimizer, sharded)
+    return sharded
 
 
 def _compress(model: DistributedDataParallel, options: DDPOptions) -> None:
