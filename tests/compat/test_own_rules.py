@@ -181,6 +181,28 @@ sys.stdout.write(f"rank {hvd.rank()} {found}\\n")
 """
 
 
+FROZEN = """\
+import sys
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+hvd.init()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+for step in range(4):
+    net[0].requires_grad_(step < 2)
+    optimizer.zero_grad()
+    loss = net(torch.ones(2, 4) + hvd.rank()).mean()
+    loss.backward()
+    optimizer.step()
+    sys.stdout.write(f"rank {hvd.rank()} {step} {loss.item():.4f}\\n")
+"""
+
+
 def said(start: list[str], script: str, at: Path, strategy: str) -> list[str]:
     name = "face.py" if strategy else "own.py"
     code = migrate_files({"own.py": script})["own.py"].code if strategy else script
@@ -198,16 +220,18 @@ def said(start: list[str], script: str, at: Path, strategy: str) -> list[str]:
     [
         (SEEDS, "ddp"), (BUFFERS, "ddp"), (HALF, "fsdp"),
         pytest.param(HALF, "ddp", marks=pytest.mark.thorough), (UNUSED, "ddp"),
+        (FROZEN, "ddp"), pytest.param(FROZEN, "fsdp", marks=pytest.mark.thorough),
         pytest.param(UNUSED, "horovod", marks=pytest.mark.thorough),
     ],
-    ids=["seeds", "buffers", "half", "half_ddp", "unused", "unused_horovod"],
+    ids=["seeds", "buffers", "half", "half_ddp", "unused", "frozen", "frozen_fsdp",
+         "unused_horovod"],
 )  # fmt: skip
 def test_a_script_finds_what_it_finds_under_its_framework(
     script: str, strategy: str, tmp_path: Path
 ) -> None:
-    if script is UNUSED:
+    if script in (UNUSED, FROZEN):
         pytest.importorskip("horovod")
-    own = said(HOROVODRUN if script is UNUSED else TORCHRUN, script, tmp_path, "")
+    own = said(HOROVODRUN if script in (UNUSED, FROZEN) else TORCHRUN, script, tmp_path, "")
     found = said(TORCHRUN, script, tmp_path, strategy)
     assert len(own) >= 2
     if script is HALF:

@@ -44,7 +44,34 @@ def test_zeros_of_unused_parameters_are_there_under_any_strategy(world_pool: Any
         assert found == pytest.approx(whole)
 
 
-def hooked() -> list[float]:
+def late() -> list[float]:
+    hvd.init()
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+    for step in range(4):
+        if step == 1:
+            net[0].requires_grad_(True)
+        if step == 2:
+            optimizer.zero_grad()
+            net[2].zero_grad()
+            optimizer.add_param_group({"params": list(net[2].parameters())})
+        optimizer.zero_grad()
+        net(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+    return []
+
+
+def test_what_horovod_would_leave_to_each_rank_is_told_once(world_pool: Any) -> None:
+    (_, told), _ = world_pool(2).run(plainly, "ddp", late)
+    assert [line.split(",")[0] for line in told] == [
+        "0.bias", "add_param_group came after hvd.DistributedOptimizer"
+    ]  # fmt: skip
+    assert "Horovod leaves the gradients of these to each rank" in told[0]
+
+
+def hooked(by_class: bool) -> list[float]:
     torch.manual_seed(1)
     model = nn.Linear(6, 1)
 
@@ -61,10 +88,17 @@ def hooked() -> list[float]:
             super().__init__(*args, **kwargs)
             self.register_step_pre_hook(halve)
 
+    def halved(*args: Any, **kwargs: Any) -> torch.optim.SGD:
+        optimizer = plain(*args, **kwargs)
+        optimizer.register_step_pre_hook(halve)
+        return optimizer
+
+    plain = torch.optim.SGD
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.optim, "SGD", Halving)
+        patched.setattr(torch.optim, "SGD", Halving if by_class else halved)
         return train(model, mean_of_square, batches(4, 4, 4))
 
 
-def test_a_hook_of_the_script_is_a_part_of_the_step(world_pool: Any) -> None:
-    check(world_pool(2).run(plainly, SHARDED, hooked), hooked)
+@pytest.mark.parametrize("by_class", [False, True])
+def test_a_hook_of_the_script_is_a_part_of_the_step(world_pool: Any, by_class: bool) -> None:
+    check(world_pool(2).run(plainly, SHARDED, hooked, by_class), lambda: hooked(by_class))

@@ -25,6 +25,13 @@ from unipar.session import Session
 from unipar.strategy import Engine, StepResult
 
 log = logging.getLogger("unipar")
+LEFT_TO_RANKS = (
+    "frozen when {call} took the model, and trained now. {name} leaves the gradients of these to "
+    "each rank, so that replicas drift apart; here they are averaged over ranks as all others are. "
+    "Wrap the {what} anew where they are thawed, and both do the same."
+)
+"""What a framework makes of parameters that are thawed after it has hooks on the others."""
+_DDP = LEFT_TO_RANKS.format(call="DistributedDataParallel", name="DDP", what="model")
 
 
 class PreparedOptimizer(Optimizer):
@@ -49,6 +56,8 @@ class PreparedOptimizer(Optimizer):
         alike: whether all ranks make the same calls, as where the script knows nothing of them.
         clears: whether the script has to clear gradients after a step, as PyTorch asks.
         uncleared: whether it has stepped, and gradients that it has to clear were not since.
+        of_thawed: what the script's framework does with those that are thawed later, if it is
+            something else.
         frozen: names of parameters that were frozen when the script's framework took the model.
     """
 
@@ -59,6 +68,7 @@ class PreparedOptimizer(Optimizer):
     own_buffers: bool | None = None
     alike: bool = False
     clears: bool = True
+    of_thawed: str | None = None
     frozen: frozenset[str] | None = None
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
@@ -257,21 +267,18 @@ class PreparedOptimizer(Optimizer):
         self.begun = True
 
     def _tell_of_thawed(self) -> None:
-        """Warn once of parameters that DDP would leave to each rank."""
-        if not self.same_parameters or self._session.world.size == 1:
+        """Warn once of parameters that the script's framework would not train so."""
+        said = self.of_thawed
+        if said is None and self.same_parameters and self._session.world.size > 1:
+            said = _DDP
+        if said is None:
             return
         thawed = sorted(
             name for name, ref in self._may_thaw if (one := ref()) is not None and one.requires_grad
         )
         if thawed:
             self._may_thaw = []
-            log.warning(
-                "%s: frozen when DistributedDataParallel took the model, and trained now. DDP "
-                "leaves the gradients of these to each rank, so that replicas drift apart; here "
-                "they are averaged over ranks as all others are. Wrap the model anew where they "
-                "are thawed, and both do the same.",
-                first_few(thawed),
-            )
+            log.warning("%s: %s", first_few(thawed), said)
 
     @property
     def clips(self) -> bool:
@@ -554,11 +561,24 @@ def fetch_to_clip(optimizers: Sequence[PreparedOptimizer], call: str) -> None:
         one.fetch_gradients()
 
 
-def zero_unused(optimizer: Optimizer, *_: Any) -> None:
-    """Give parameters that no rank has used a gradient of zero, by which AdamW decays them."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
+def zero_unused(
+    optimizer: Optimizer, *_: Any, trained: Sequence[Sequence[bool]] | None = None
+) -> None:
+    """Give parameters that no rank has used a gradient of zero, by which AdamW decays them.
+
+    Args:
+        optimizer: about to step.
+        trained: which of them, by groups and their parameters, as of when the script's framework
+            took the optimizer; ``None``: those that are not frozen now.
+    """
+    for at, group in enumerate(optimizer.param_groups):
+        held = group["params"]
+        if trained is None:
+            wanted = [one.requires_grad for one in held]
+        else:
+            wanted = trained[at] if at < len(trained) else ()
+        for parameter, zero in zip(held, wanted, strict=False):
+            if zero and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
 

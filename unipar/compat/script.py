@@ -29,6 +29,7 @@ class Script:
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
         own_buffers: optimizers whose models have each rank's own batch statistics.
+        of_thawed: by optimizers, what their framework does with parameters that are thawed later.
         draws: random numbers of ranks that know nothing of each other.
         inside: whether what is called now is called by an engine.
         retains: whether the backward pass under way is to leave its graph.
@@ -51,6 +52,7 @@ class Script:
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
         self.own_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.of_thawed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.gives: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
 

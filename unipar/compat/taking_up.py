@@ -212,6 +212,7 @@ class Adopter(Script):
         )
         adopted.summed = optimizer in self.sums
         adopted.own_buffers = True if optimizer in self.own_buffers else None
+        adopted.of_thawed = self.of_thawed.get(optimizer)
         adopted.alike = not self.aware or current.placement().size == 1
         adopted.same_parameters = self.by_ddp
         adopted.skips = skips and not scales

@@ -138,6 +138,22 @@ def test_so_does_a_hybrid_in_half_precision() -> None:
         optimizer.clip_grad_by_norm(2.0)
 
 
+def test_what_zero_never_trains_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    colossalai.launch_from_torch(seed=0, verbose=False)
+    booster, net = Booster(plugin=fp32_zero()), nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1))
+    net[0].requires_grad_(False)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    step(booster, model, optimizer)
+    net[0].requires_grad_(True)
+    for _ in range(2):
+        step(booster, model, optimizer)
+    told = [
+        one.message for one in caplog.records if "frozen when LowLevelZeroPlugin" in one.message
+    ]
+    assert len(told) == 1
+    assert told[0].startswith("0.bias, 0.weight: ")
+
+
 def test_gemini_accumulates_when_it_is_told() -> None:
     booster, model, optimizer = boosted(lambda: GeminiPlugin(precision="bf16"))
     booster.backward(model(torch.ones(1, 3)).sum(), optimizer)

@@ -31,6 +31,11 @@ from unipar.compat.run import current
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 
+_NEVER_TRAINED = (
+    "frozen when {} took the model, and trained now. There its optimizer goes on without these; "
+    "here they are trained as all others are. Thaw them before booster.boost, or leave them "
+    "frozen, and both do the same."
+)
 _optimizers: WeakSet[BoostedOptimizer] = WeakSet()
 
 
@@ -125,6 +130,8 @@ class Booster:
         boosted.same_parameters = isinstance(self.plugin, TorchDDPPlugin)
         if self.plugin is not None:
             boosted.own_buffers = not self.plugin.shares_buffers
+            if self.plugin.has_copies:
+                boosted.of_thawed = _NEVER_TRAINED.format(type(self.plugin).__name__)
         if boosted.model_among([model]) is None:
             raise ConfigError(
                 f"the {type(optimizer).__name__} updates no parameter of the "

@@ -130,6 +130,7 @@ class LowLevelZeroPlugin(DPPluginBase):
     REFUSED: ClassVar = _ZERO
     DIVIDING: ClassVar = {"extra_dp_size": _GROUPS}
     clips_by_itself: ClassVar[bool] = True
+    has_copies: ClassVar[bool] = True
 
     stage: int = 1
     precision: str = "fp16"
@@ -180,6 +181,7 @@ class GeminiPlugin(DPPluginBase):
     REFUSED: ClassVar = _ZERO
     DIVIDING: ClassVar = {"extra_dp_size": _GROUPS}
     clips_by_itself: ClassVar[bool] = True
+    has_copies: ClassVar[bool] = True
 
     chunk_config_dict: Any = None
     chunk_init_device: Any = None
@@ -337,6 +339,10 @@ class HybridParallelPlugin(PipelinePluginBase):
         # In half precision it clips copies that have no gradients yet (Colossal-AI 0.5,
         # amp/naive_amp/mixed_precision_optimizer.py), so that clip_grad_by_norm clips nothing.
         return self.zero_stage > 0 or self.precision != "fp32"
+
+    @property
+    def has_copies(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.clips_by_itself
 
     @property
     def syncs_batchnorm(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -35,6 +35,8 @@ class Plugin:
         REFUSED: arguments that have to stay at their defaults, and what to do instead.
         shares_buffers: whether every forward pass begins with rank 0's buffers, whatever strategy
             runs; else each rank has its own.
+        has_copies: whether the real one's optimizer updates copies, of what is trained when a
+            model is boosted, and of nothing else.
         DIVIDING: arguments that say how the model is divided, and have no counterpart in a
             strategy: they have to stay at their defaults where the plugin chooses the strategy.
     """
@@ -48,7 +50,8 @@ class Plugin:
     accumulates: ClassVar[bool] = True
     clips_by_itself: ClassVar[bool] = False
     syncs_batchnorm: ClassVar[bool] = False
-    shares_buffers: bool = False
+    shares_buffers: ClassVar[bool] = False
+    has_copies: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._hold(self.REFUSED)

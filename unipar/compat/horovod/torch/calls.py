@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from unipar.compat.adopting import adoption, close, start
 from unipar.compat.horovod_names import CALLS
-from unipar.compat.optimizers import zero_unused
+from unipar.compat.optimizers import LEFT_TO_RANKS, zero_unused
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -130,6 +130,18 @@ class _Distributed:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Nothing: a step is on all passes since the last one."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, and say what else Horovod does with it."""
+        super().add_param_group(param_group)  # pyright: ignore[reportAttributeAccessIssue]
+        if size() > 1:
+            adoption.tell(
+                "add_param_group came after hvd.DistributedOptimizer, which leaves the gradients "
+                "of the new parameters to each rank, so that replicas drift apart, and has its "
+                "class's defaults for what the group leaves out, such as lr. Here they are "
+                "averaged over ranks as all others are, with the script's own defaults. Add the "
+                "group before, and both do the same."
+            )
+
 
 def DistributedOptimizer(
     optimizer: Any,
@@ -163,8 +175,13 @@ def DistributedOptimizer(
     optimizer.state.clear()
     optimizer.__class__ = _class_of(type(optimizer))
     if size() > 1:
-        # As Horovod 0.28.1 does then (torch/optimizer.py, synchronize).
-        optimizer.register_step_pre_hook(zero_unused)
+        # As Horovod 0.28.1 does then (torch/optimizer.py, synchronize), also of those that are
+        # frozen later, for it has hooks on what is trained now.
+        trained = [[p.requires_grad for p in one["params"]] for one in optimizer.param_groups]
+        optimizer.register_step_pre_hook(functools.partial(zero_unused, trained=trained))
+        adoption.of_thawed[optimizer] = LEFT_TO_RANKS.format(
+            call="hvd.DistributedOptimizer", name="Horovod", what="optimizer"
+        )
     return optimizer
 
 
