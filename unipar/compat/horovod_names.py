@@ -51,6 +51,9 @@ CALLS = Table(
     "calls",
     Row("DistributedOptimizer(op=hvd.Adasum) allreduce(op=hvd.Adasum)", "refused",
         "It is another update than that by the average. Use hvd.Average."),
+    Row("DistributedOptimizer(compression=…)", "refused",
+        "No strategy compresses gradients by a script's own class. Use hvd.Compression.fp16 or "
+        "none, or set compression of the strategy ddp in unipar.yaml."),
     Row("process_set=…", "refused", _SETS),
     Row("join()", "refused",
         "On several ranks: they would run different numbers of steps, and an engine's steps are of "

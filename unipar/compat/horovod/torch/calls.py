@@ -33,11 +33,36 @@ class HorovodInternalError(RuntimeError):
     """Raised by nothing: where a rank is lost, the run ends."""
 
 
-class Compression:
-    """How gradients travel."""
+class _AsIs:
+    """Nothing is compressed."""
 
-    none = "none"
-    fp16 = "fp16"
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor
+
+
+class _InHalf:
+    """Floating-point tensors travel in half precision."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        half = tensor.half() if tensor.is_floating_point() else tensor
+        return half, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+class Compression:
+    """How tensors travel."""
+
+    none = _AsIs
+    fp16 = _InHalf
 
 
 # -- processes -----------------------------------------------------------------------------------
@@ -158,12 +183,15 @@ def DistributedOptimizer(
     """The optimizer itself, whose steps are on the average over ranks.
 
     Raises:
-        ConfigError: another operation is asked for, or a part of the ranks.
+        ConfigError: another operation is asked for, a part of the ranks, or a compressor of the
+            script's own.
     """
     _check_set(process_set)
     if op not in (Average, Sum):
         raise ConfigError("DistributedOptimizer takes op=hvd.Average or hvd.Sum.")
-    if compression == Compression.fp16:
+    if compression not in (Compression.none, Compression.fp16):
+        CALLS.refuse("DistributedOptimizer(compression=…)", "DistributedOptimizer(compression=…)")
+    if compression is Compression.fp16:
         adoption.ask(strategy={"name": "ddp", "compression": "fp16"})
     adoption.note_optimizer(optimizer)
     adoption.note_wrapped(optimizer)
@@ -193,8 +221,9 @@ def _class_of(kind: type) -> type:
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Give all ranks one rank's weights. Collective."""
-    pairs = params.items() if hasattr(params, "items") else params
-    for _, tensor in sorted(pairs):
+    named = sorted(params.items()) if hasattr(params, "items") else params
+    for one in named:
+        tensor = one[1] if isinstance(one, tuple) else one
         if isinstance(tensor, torch.Tensor):
             broadcast_(tensor.data, root_rank)
 
@@ -243,7 +272,7 @@ class _Exchange(torch.autograd.Function):
 
 def allreduce(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
-    compression: Any = None, op: int | None = None, prescale_factor: float = 1.0,
+    compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """One tensor made of all ranks', whose gradient is made likewise. Collective."""
@@ -260,27 +289,29 @@ def allreduce(
             result = result / size() if result.is_floating_point() else result // size()
         return result * postscale_factor if postscale_factor != 1 else result
 
-    return _Exchange.apply(tensor, reduce, reduce)
-
-
-def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Likewise, in place."""
-    with torch.no_grad():
-        return tensor.copy_(allreduce(tensor, *args, **kwargs))
+    small, ctx = compression.compress(tensor)
+    return compression.decompress(_Exchange.apply(small, reduce, reduce), ctx)
 
 
 def allreduce_async(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, **kwargs: Any
-) -> torch.Tensor:
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+    op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    process_set: Any = None,
+) -> torch.Tensor:  # fmt: skip
     """Likewise, without gradient; :func:`synchronize` gives the result."""
-    return allreduce(tensor.detach(), average, name, **kwargs)
+    return allreduce(
+        tensor.detach(), average, name, Compression.none, op, prescale_factor, postscale_factor,
+        process_set,
+    )  # fmt: skip
 
 
-def allreduce_async_(
-    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, **kwargs: Any
-) -> torch.Tensor:
-    """Likewise, in place."""
-    return allreduce_(tensor, average, name, **kwargs)
+def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Likewise, in place; of the arguments of :func:`allreduce_async`."""
+    with torch.no_grad():
+        return tensor.copy_(allreduce_async(tensor, *args, **kwargs))
+
+
+allreduce_async_ = allreduce_
 
 
 def grouped_allreduce(tensors: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
