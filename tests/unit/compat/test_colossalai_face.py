@@ -154,6 +154,28 @@ def test_what_zero_never_trains_is_told_of_once(caplog: pytest.LogCaptureFixture
     assert told[0].startswith("0.bias, 0.weight: ")
 
 
+def test_zero_measures_a_norm_that_nothing_clips() -> None:
+    booster, model, optimizer = boosted(fp32_zero)
+    plain = nn.Linear(3, 1)
+    plain.load_state_dict(model.state_dict())
+    plain(torch.ones(2, 3)).square().mean().backward()
+    step(booster, model, optimizer)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    norm = nn.utils.get_total_norm([one.grad for one in plain.parameters() if one.grad is not None])
+    assert optimizer.get_grad_norm() == pytest.approx(norm.item())
+    assert torch.allclose(model.unwrap().weight, plain.weight)
+
+
+def test_files_of_other_optimizers_are_refused_with_a_reason() -> None:
+    booster, _, optimizer = boosted()
+    torch.save({"state": {}, "param_groups": [{"params": [0]}]}, "fewer.pt")
+    with pytest.raises(CheckpointError, match="number those alone that are trained"):
+        booster.load_optimizer(optimizer, "fewer.pt")
+    torch.save({"state.0.step": torch.ones(())}, "flat.pt")
+    with pytest.raises(CheckpointError, match="without use_async"):
+        booster.load_optimizer(optimizer, "flat.pt")
+
+
 def test_gemini_accumulates_when_it_is_told() -> None:
     booster, model, optimizer = boosted(lambda: GeminiPlugin(precision="bf16"))
     booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
@@ -473,6 +495,10 @@ def test_micro_batches_of_a_pipeline_are_computed_one_by_one(
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert torch.allclose(model.unwrap().weight, plain.weight)
+    with torch.no_grad():
+        found = booster.execute_pipeline(iter([{"input": x[:3]}]), model, criterion, optimizer)
+    losses = [model(part).square().mean().item() for part in (x[:2], x[2:3])]
+    assert found["loss"].item() == pytest.approx(sum(losses) / 2)
     with pytest.raises(ConfigError, match=r"\[3\] samples, which are not 2 micro-batches"):
         booster.execute_pipeline(iter([{"input": x[:3]}]), model, criterion, optimizer)
 

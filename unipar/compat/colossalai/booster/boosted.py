@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -146,6 +147,10 @@ class BoostedOptimizer(PreparedOptimizer):
                 "optimizer.step() came within booster.no_sync(...), where ranks would step on "
                 "gradients of their own. Call it behind the block."
             )
+        plugin = self._plugin
+        clips = self._session.capabilities.clipping
+        if plugin is not None and plugin.measures_norm and not plugin.max_norm and clips:
+            self._limit = math.inf
         super().take_step()
 
     def clip_grad_by_norm(

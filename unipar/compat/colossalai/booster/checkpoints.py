@@ -161,15 +161,24 @@ def load_optimizer(optimizer: BoostedOptimizer, path: Path, world: World) -> Non
 
     def read() -> dict[str, Any]:
         found, told = _read(path, _STATES)
+        if any("." in str(name) for name in found):
+            raise CheckpointError(
+                f"{path} was written with use_async=True, in a form of Colossal-AI's own. Write "
+                "it there by save_optimizer without use_async."
+            )
         if "state" in found:
             state, groups = found["state"], found["param_groups"]
         else:
             state = {int(number): values for number, values in found.items()}
             file = _directory(path) / told["param_groups"]
             groups = torch.load(file, map_location="cpu", weights_only=True)
-        if max((number for one in groups for number in one["params"]), default=-1) >= len(names):
+        held = sum(len(one["params"]) for one in groups)
+        if held != len(names):
             raise CheckpointError(
-                f"{path} is of an optimizer of more parameters than the {len(names)} of this one."
+                f"{path} is of an optimizer of {held} parameters, and this one has {len(names)}. "
+                "Files of LowLevelZeroPlugin number those alone that are trained: build the "
+                "optimizer over these, as HybridAdam(p for p in model.parameters() if "
+                "p.requires_grad)."
             )
         steps = {number: one.get("step") for one in groups for number in one["params"]}
         return {

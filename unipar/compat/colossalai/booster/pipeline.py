@@ -27,6 +27,8 @@ def execute(
 ) -> dict[str, Any]:
     """Run the micro-batches of a batch forward, and backward if there is an optimizer.
 
+    Under ``torch.no_grad()`` they are only run forward, and of the size that they had before.
+
     Returns:
         ``loss``, the mean over micro-batches of what ``criterion(outputs, micro_batch)`` gives, and
         ``outputs``, those of all of them behind each other; each ``None`` unless asked for.
@@ -37,20 +39,27 @@ def execute(
     batch = move_to(next(data_iter), current.device())
     sizes = {one.shape[0] for one in tree_leaves(batch) if isinstance(one, torch.Tensor)}
     size = max(sizes, default=1)
-    number = plugin.num_microbatches or _number(size, plugin.microbatch_size)
-    if len(sizes) > 1 or size % number:
+    evaluates = not torch.is_grad_enabled()
+    share = plugin.microbatch_size or plugin.last_microbatch_size
+    if evaluates and share is not None:
+        # A last batch may be smaller, and has fewer of them.
+        number = _number(size, share)
+    else:
+        number = plugin.num_microbatches or _number(size, plugin.microbatch_size)
+        share = size // number if size % number == 0 else None
+    if len(sizes) > 1 or share is None:
         raise ConfigError(
             f"execute_pipeline was given tensors of {sorted(sizes)} samples, which are not "
             f"{number} micro-batches of one size. Set num_microbatches or microbatch_size to a "
             "divisor, and drop_last=True."
         )
-    share = size // number
+    plugin.last_microbatch_size = share
     total, outputs = None, []
     for begin in range(0, size, share):
         micro = tree_map(lambda one, at=begin: _part(one, at, share), batch)
         output = _called(model, micro)
         loss = criterion(output, micro) / number
-        if optimizer is not None:
+        if optimizer is not None and not evaluates:
             optimizer.backward(loss)
         total = loss.detach() if total is None else total + loss.detach()
         if return_outputs:

@@ -131,6 +131,7 @@ class LowLevelZeroPlugin(DPPluginBase):
     DIVIDING: ClassVar = {"extra_dp_size": _GROUPS}
     clips_by_itself: ClassVar[bool] = True
     has_copies: ClassVar[bool] = True
+    measures_norm: ClassVar[bool] = True
 
     stage: int = 1
     precision: str = "fp16"
@@ -270,6 +271,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         tp_size: how many ranks share a layer under the run's strategy.
         pp_size: 1, for a rank has the whole row of layers under any strategy with a loop of one's
             own.
+        last_microbatch_size: samples of a micro-batch of the last batch, if there was one.
     """
 
     REFUSED: ClassVar = _FP8
@@ -330,6 +332,7 @@ class HybridParallelPlugin(PipelinePluginBase):
     def __post_init__(self) -> None:
         self._wanted = self.tp_size * self.pp_size * (self.sp_size or 1)
         self.stage_manager = _Stages()
+        self.last_microbatch_size: int | None = None
         super().__post_init__()
         layout = current.layout(self.asked())
         self.tp_size, self.pp_size, self.sp_size = layout.tp, 1, 1
@@ -343,6 +346,10 @@ class HybridParallelPlugin(PipelinePluginBase):
     @property
     def has_copies(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.clips_by_itself
+
+    @property
+    def measures_norm(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.zero_stage > 0
 
     @property
     def syncs_batchnorm(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

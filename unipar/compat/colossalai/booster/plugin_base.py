@@ -37,6 +37,7 @@ class Plugin:
             runs; else each rank has its own.
         has_copies: whether the real one's optimizer updates copies, of what is trained when a
             model is boosted, and of nothing else.
+        measures_norm: whether every step computes the norm of its gradient, clipped or not.
         DIVIDING: arguments that say how the model is divided, and have no counterpart in a
             strategy: they have to stay at their defaults where the plugin chooses the strategy.
     """
@@ -52,6 +53,7 @@ class Plugin:
     syncs_batchnorm: ClassVar[bool] = False
     shares_buffers: ClassVar[bool] = False
     has_copies: ClassVar[bool] = False
+    measures_norm: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._hold(self.REFUSED)
