@@ -176,6 +176,18 @@ def test_files_of_other_optimizers_are_refused_with_a_reason() -> None:
         booster.load_optimizer(optimizer, "flat.pt")
 
 
+@pytest.mark.parametrize(("plugin", "decays"), [(TorchFSDPPlugin, True), (TorchDDPPlugin, False)])
+def test_what_a_step_does_not_use_decays_under_fsdp(plugin: Any, decays: bool) -> None:
+    colossalai.launch_from_torch(seed=0, verbose=False)
+    used, left = nn.Linear(3, 1), nn.Linear(3, 1)
+    net = nn.ModuleList([used, left])
+    net.forward = used.forward
+    booster, before = Booster(plugin=plugin()), left.weight.detach().clone()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    step(booster, *booster.boost(net, optimizer)[:2])
+    assert torch.allclose(left.weight, before * (1 - 0.1 * 0.5) if decays else before)
+
+
 def test_gemini_accumulates_when_it_is_told() -> None:
     booster, model, optimizer = boosted(lambda: GeminiPlugin(precision="bf16"))
     booster.backward(model(torch.ones(1, 3)).sum(), optimizer)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from unipar.compat.colossalai.booster.plugin_base import Plugin
 from unipar.compat.colossalai_names import refuse
 from unipar.compat.models import Calls, PreparedModel, led_to
-from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.optimizers import PreparedOptimizer, zero_unused
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -92,6 +92,8 @@ class BoostedOptimizer(PreparedOptimizer):
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.names = [model.name_of(one) or "" for one in held]
         super().takes_up(model, **asked)
+        if self._plugin is not None and self._plugin.zeros_unused:
+            self.optimizer.register_step_pre_hook(zero_unused)
 
     @property
     def engine(self) -> Engine:

@@ -79,6 +79,8 @@ class TorchDDPPlugin(DPPluginBase):
 class TorchFSDPPlugin(DPPluginBase):
     """Weights that are gathered unit by unit."""
 
+    # Colossal-AI 0.5.0 makes one parameter of all (FSDP1 with use_orig_params=False).
+    zeros_unused: ClassVar[bool] = True
     REFUSED: ClassVar = {
         "fp8_communication": _FP8["fp8_communication"],
         "ignored_modules": "Freeze what is not to be trained.",

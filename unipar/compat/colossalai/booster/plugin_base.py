@@ -38,6 +38,7 @@ class Plugin:
         has_copies: whether the real one's optimizer updates copies, of what is trained when a
             model is boosted, and of nothing else.
         measures_norm: whether every step computes the norm of its gradient, clipped or not.
+        zeros_unused: whether what a step does not use has a gradient of zero, and not none.
         DIVIDING: arguments that say how the model is divided, and have no counterpart in a
             strategy: they have to stay at their defaults where the plugin chooses the strategy.
     """
@@ -54,6 +55,7 @@ class Plugin:
     shares_buffers: ClassVar[bool] = False
     has_copies: ClassVar[bool] = False
     measures_norm: ClassVar[bool] = False
+    zeros_unused: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._hold(self.REFUSED)
