@@ -86,9 +86,9 @@ def _names_in_files(model: BoostedModel) -> dict[str, str]:
     base = model.base
     within = next(name for name, one in model.module.named_modules() if one is base)
     if not within:
-        return {name: name for name in model.shapes}
+        return {name: name for name in model.whole_shapes}
     return {
-        name: name.removeprefix(f"{within}.").replace(".base_layer.", ".") for name in model.shapes
+        name: name.removeprefix(f"{within}.").replace(".base_layer.", ".") for name in model.whole_shapes
     }
 
 
