@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from unipar.compat.models import Calls, PreparedModel, Training, led_to
 from unipar.compat.norms import StepNorm
+from unipar.compat.own_methods import run_own
 from unipar.compat.run import current, own_randomness
 from unipar.engine import PrecisionPolicy, StepEngine, share_scale
 from unipar.engine.absent import LoopCalls
@@ -90,7 +91,7 @@ class PreparedOptimizer(Optimizer):
         self._carried: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._last: StepResult | None = None
         self._may_thaw: list[tuple[str, weakref.ref[nn.Parameter]]] = []
-        self._told_of_zeros = False
+        self._told_of_zeros = self._dropped = False
 
     @property
     def model(self) -> PreparedModel | None:
@@ -393,7 +394,7 @@ class PreparedOptimizer(Optimizer):
         for parameter in held:
             parameter.grad = None
         training.failed = self.strayed = self.uncleared = False
-        self.cleared = True
+        self.cleared = self._dropped = True
         self._forget()
         if set_to_none:
             return
@@ -477,9 +478,40 @@ class PreparedOptimizer(Optimizer):
         with torch.enable_grad():
             return closure()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if not self._accumulating():
+            self.clear_as(self.optimizer, type(self.optimizer), *args, **kwargs)
+
+    def clear_as(
+        self, optimizer: Optimizer, kind: type[Optimizer], *args: Any, **kwargs: Any
+    ) -> None:
+        """:meth:`drop` gradients where the ``zero_grad`` of an optimizer's class does.
+
+        Args:
+            optimizer: the user's, or one around it.
+            kind: its class, as the user has it.
+            args: of its ``zero_grad``.
+            kwargs: likewise.
+        """
+
+        def drop(set_to_none: bool = True) -> None:
             self.drop(set_to_none=set_to_none)
+
+        if kind.zero_grad is Optimizer.zero_grad:
+            # In every step, which is not to look at gradients for nothing.
+            drop(*args, **kwargs)
+            return
+
+        def is_there() -> bool:
+            groups = self.optimizer.param_groups
+            return any(one.grad is not None for group in groups for one in group["params"])
+
+        # A framework may have put other tensors into the groups, which tell of none.
+        seen, self._dropped = is_there() or not (self.begun or self.uncleared), False
+        run_own(optimizer, kind, Optimizer, "zero_grad", drop, *args, **kwargs)
+        if seen and not self._dropped and not is_there():
+            # It has set them to None by itself, as that of Apex's FusedAdam does.
+            self.drop()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.optimizers import runs_once
+from unipar.compat.own_methods import run_own
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -33,8 +35,9 @@ class _Module:
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return adoption.compute(self.__dict__[_KEY], args, kwargs)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.__dict__[_KEY].zero_grad(set_to_none)
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        clear = self.__dict__[_KEY].zero_grad
+        run_own(self, self._unipar_kind, nn.Module, "zero_grad", clear, *args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         adoption = self._unipar_adoption
@@ -131,13 +134,13 @@ class _Optimizer:
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY, self.__dict__.get(_WITHIN))
         if adopted is None:
             self.__dict__[_CLEARED] = True
-            super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
+            super().zero_grad(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            adopted.zero_grad(set_to_none)
+            adopted.clear_as(self, self._unipar_kind, *args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
@@ -152,23 +155,32 @@ class _Optimizer:
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
         if adopted is None:
             return super().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-        if not adopted.divided:
-            return adopted.optimizer.state_dict()
-        adoption.refuse_parts("optimizer.state_dict()")
-        with adoption.engine_calls():
-            return adopted.export_numbered()
+
+        def whole() -> dict[str, Any]:
+            if not adopted.divided:
+                return Optimizer.state_dict(adopted.optimizer)
+            adoption.refuse_parts("optimizer.state_dict()")
+            with adoption.engine_calls():
+                return adopted.export_numbered()
+
+        return run_own(self, self._unipar_kind, Optimizer, "state_dict", whole)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         adoption = self._unipar_adoption
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
         if adopted is None:
             super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
-        elif not adopted.divided and not _named_state(state_dict):
-            adopted.optimizer.load_state_dict(state_dict)
-        else:
+            return
+
+        def load(state_dict: dict[str, Any]) -> None:
+            if not adopted.divided and not _named_state(state_dict):
+                Optimizer.load_state_dict(adopted.optimizer, state_dict)
+                return
             adoption.refuse_parts("optimizer.load_state_dict()")
             with adoption.engine_calls():
                 adopted.import_numbered(state_dict)
+
+        run_own(self, self._unipar_kind, Optimizer, "load_state_dict", load, state_dict)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         state = {key: getattr(self, key) for key in _STATE}
