@@ -71,6 +71,20 @@ def zeros_for_none() -> list[float]:
     return found + values(model)
 
 
+def grown() -> list[float]:
+    """An optimizer is given the parameters of another model, which no engine has."""
+    model, head = small(), nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, x in enumerate(batches(8, 7, 8, 8)):
+        output = model(x)
+        (head(output) if number > 1 else output).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            optimizer.add_param_group({"params": head.parameters(), "lr": 0.2})
+    return values(model, head)
+
+
 def set_by_hand() -> list[float]:
     """Gradients of two losses that are put together, then clipped; and a step once more."""
     model, found = small(), []
@@ -384,7 +398,7 @@ def transformed() -> list[float]:
 
 
 SCRIPTS = [
-    frozen_meanwhile, zeros_for_none, set_by_hand, penalized, together, in_turn,
+    frozen_meanwhile, zeros_for_none, grown, set_by_hand, penalized, together, in_turn,
     layers_by_themselves, clipped_before_more, looked_at, by_closures, slopes, in_pieces,
     head_alone, partial(one_after_another, clears=False),
 ]  # fmt: skip

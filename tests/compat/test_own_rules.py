@@ -132,6 +132,67 @@ for step in range(4):
     sys.stdout.write(f"rank {dist.get_rank()} {step} {output.dtype} {loss.item():.3f}\\n")
 """
 
+APART = """\
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+ddp = DDP(net, None, None, bucket_cap_mb=None)
+optimizer = torch.optim.Adam(net[2].parameters(), lr=0.1)
+data = torch.randn(5, 2, 3, 4)[:, rank]
+data[4] += float("inf") * rank
+for x in data:
+    ddp(x).square().mean().backward()
+    try:
+        norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.05, error_if_nonfinite=True)
+    except RuntimeError as error:
+        sys.stdout.write(f"rank {rank} {str(error)[:40]}\\n")
+        optimizer.zero_grad()
+        continue
+    optimizer.step()
+    optimizer.zero_grad()
+    first = net[0].weight.grad.sum()
+    sys.stdout.write(f"rank {rank} {norm:.4f} {first:.4f} {net[2].weight.sum():.4f}\\n")
+"""
+
+UNSHARDED = """\
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+net = FSDP(
+    net, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu"),
+    use_orig_params=True,
+)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+for x in torch.randn(3, 2, 3, 4)[:, rank] + rank:
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+net.eval()
+with torch.no_grad():
+    sys.stdout.write(f"rank {rank} {loss:.4f} {net(torch.ones(2, 4)).sum():.4f}\\n")
+config = FullStateDictConfig(rank0_only=True)
+with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT, config):
+    sys.stdout.write(f"rank {rank} {len(FSDP.optim_state_dict(net, optimizer)['state'])}\\n")
+"""
+
 UNUSED = """\
 import sys
 
@@ -219,12 +280,13 @@ def said(start: list[str], script: str, at: Path, strategy: str) -> list[str]:
     ("script", "strategy"),
     [
         (SEEDS, "ddp"), (BUFFERS, "ddp"), (HALF, "fsdp"),
-        pytest.param(HALF, "ddp", marks=pytest.mark.thorough), (UNUSED, "ddp"),
-        (FROZEN, "ddp"), pytest.param(FROZEN, "fsdp", marks=pytest.mark.thorough),
+        pytest.param(HALF, "ddp", marks=pytest.mark.thorough), (APART, "ddp"), (UNSHARDED, "ddp"),
+        (UNUSED, "ddp"), (FROZEN, "ddp"),
+        pytest.param(FROZEN, "fsdp", marks=pytest.mark.thorough),
         pytest.param(UNUSED, "horovod", marks=pytest.mark.thorough),
     ],
-    ids=["seeds", "buffers", "half", "half_ddp", "unused", "frozen", "frozen_fsdp",
-         "unused_horovod"],
+    ids=["seeds", "buffers", "half", "half_ddp", "apart", "unsharded", "unused", "frozen",
+         "frozen_fsdp", "unused_horovod"],
 )  # fmt: skip
 def test_a_script_finds_what_it_finds_under_its_framework(
     script: str, strategy: str, tmp_path: Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -191,6 +191,17 @@ class AdoptedOptimizer(PreparedOptimizer):
         self.takes_up(model, **asked)
         if stored is not None:
             self.import_numbered(stored)
+        self._find_apart()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._find_apart()
+
+    def _find_apart(self) -> None:
+        """Find what its zero_grad() leaves alone, so that gradients add up from step to step."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        module = self._known().engine.module
+        self._apart = [p for p in module.parameters() if id(p) not in held]
 
     def number(self, group: Mapping[str, Any], model: Any = None) -> None:
         """Count the parameters of a group after those of the groups before it."""
@@ -228,11 +239,13 @@ class AdoptedOptimizer(PreparedOptimizer):
             )
         engine = self._known().engine
         fetched = self.alike and self.begun and self.lends_gradients and engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
+        stays: Iterable[torch.Tensor] = ()
         if self.uncleared or fetched or (self.steps_by_hand and not self.begun):
             # PyTorch would add to what is there, which is reduced already.
-            held = [p for p in engine.module.parameters() if p.grad is not None]
-            self._carried += [(p, p.grad.clone()) for p in held if p.grad is not None]
-            self.uncleared = False
+            stays, self.uncleared = engine.module.parameters(), False
+        elif self.lends_gradients and not self.begun:
+            stays = self._apart
+        self._carried += [(p, p.grad.clone()) for p in stays if p.grad is not None]
         if fetched:
             engine.zero_grad()
             self.begun = False

@@ -537,9 +537,22 @@ class PreparedOptimizer(Optimizer):
             )
         held = len(self.optimizer.param_groups)
         self.optimizer.add_param_group(param_group)
-        if self.training is not None and any(
-            one.grad is not None for one in self.optimizer.param_groups[held]["params"]
-        ):
+        if self.training is None:
+            return
+        added = self.optimizer.param_groups[held]["params"]
+        if not self.alike and self._session.world.size > 1:
+            known = self.model
+            foreign = sum(known is None or known.name_of(one) is None for one in added)
+            if foreign:
+                del self.optimizer.param_groups[held:]
+                raise ConfigError(
+                    f"add_param_group was given {foreign} parameters that are not of the model "
+                    "that the optimizer updates, so their gradients would not be summed over "
+                    "ranks, and replicas would drift apart. Give what is new an optimizer of its "
+                    "own, and call zero_grad() of both before each loss; or put all into one "
+                    "nn.Module before its first forward pass."
+                )
+        if any(one.grad is not None for one in added):
             # PyTorch would add it to the next one's; an engine begins each step without any.
             del self.optimizer.param_groups[held:]
             raise ConfigError(

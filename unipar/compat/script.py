@@ -36,9 +36,11 @@ class Script:
         through: whether a model is called through the wrapper that the script has put around it.
         gathers: whether the script takes state dicts on all ranks, as under FSDP.
         rank0_only: whether only the first of them wants those.
+        optim_rank0_only: whether only that wants those of optimizers.
         synchronized: batch norms that the script has converted, to be over all ranks.
         by_policy: whether its precision is of a policy, and not of an autocast around passes.
         within: whether what is called now is within a no_sync().
+        halves: half precision that policies of FSDP have for modules, or ``None``.
         gives: dtypes in which models give what they compute, as a policy of FSDP's has it.
     """
 
@@ -46,7 +48,8 @@ class Script:
         self.aware = self.inside = self.retains = self.through = False
         self.draws: CommonDraws | None = None
         self.sums_in_backward = self.by_ddp = self.accumulates = False
-        self.gathers = self.rank0_only = self.by_policy = self.within = False
+        self.gathers = self.rank0_only = self.optim_rank0_only = False
+        self.by_policy = self.within = False
         self.synchronized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -54,6 +57,7 @@ class Script:
         self.own_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.of_thawed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.gives: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self.halves: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
 
     def note_aware(self) -> None:

@@ -80,12 +80,17 @@ REFUSED = Table(
         "Before scaler.unscale_(optimizer), where it would clip scaled gradients; and, under a "
         "strategy that divides gradients or on ranks with data of their own, before another "
         "backward pass of the step. Clip after the last."),
+    Row("clip_grad_norm_(error_if_nonfinite=True)", "refused",
+        "Under a strategy that divides gradients, and clips them in the step. Leave it out: a step "
+        "that is not finite ends the run, or on_nan: skip leaves it out; or use ddp."),
     Row("scaler.update(new_scale)", "refused",
         "Once an engine scales in the GradScaler's place, by a scale that adapts. Give "
         "GradScaler(init_scale=…, growth_interval=…) how it begins and grows."),
     Row("optimizer.add_param_group", "refused",
-        "After the first forward pass, under a strategy that divides state. Add the group before, "
-        "or use ddp."),
+        "After the first forward pass, under a strategy that divides state: add the group before, "
+        "or use ddp. And, on ranks with data of their own, of parameters of another model, whose "
+        "gradients no rank would sum: give these an optimizer of their own, and clear both "
+        "before each loss."),
     Row("autocast()", "refused",
         "Around some forward passes of training and not around others: engines compute all of them "
         "in one precision, that of the first."),
@@ -100,6 +105,13 @@ REFUSED = Table(
     Row("get_optimizer_state_dict(model,[one,other])", "refused",
         "Of a model that is trained, and so are set_optimizer_state_dict and their like: an engine "
         "steps a model by one optimizer. Use the others' own state_dict()."),
+    Row("fully_shard(part,mp_policy=…);fully_shard(model)", "refused",
+        "Where policies differ in param_dtype: strategies compute all that is trained in one "
+        "precision. Give all modules one policy; or none, and have torch.autocast around what is "
+        "to be in half precision."),
+    Row("model._ddp_params_and_buffers_to_ignore", "refused",
+        "On several ranks: strategies sum the gradients of all parameters. Freeze these, or keep "
+        "them in a module that is not wrapped."),
     Row("FSDP.summon_full_params", "refused", "Read model.state_dict() on all ranks."),
     Row("ZeroRedundancyOptimizer", "refused",
         "The strategy divides the state: strategy: {name: ddp, shard_optimizer: true}."),

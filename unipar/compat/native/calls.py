@@ -120,7 +120,11 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """torch's; the gradient of a whole model is clipped in the step that follows.
 
@@ -134,15 +138,18 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     trained, whole = adoption.optimizers_of(given)
     by_hand = whole and trained[0].steps_by_hand and not trained[0].begun
-    if whole and norm_type == 2 and max_norm > 0 and not trained[0].clips and not by_hand:
+    # The norm that a step clips by is known too late to raise an error by it here.
+    whole = whole and not by_hand and not error_if_nonfinite
+    if whole and norm_type == 2 and max_norm > 0 and not trained[0].clips:
         if current.session is None or not current.session.capabilities.clipping:
             raise ConfigError("this strategy cannot clip gradients. Use another, or leave it out.")
         refuse_scaled()
         return trained[0].clip_given(float(max_norm), given)
-    asked = f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})"
+    asked = f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}"
+    asked += ", error_if_nonfinite=True)" if error_if_nonfinite else ")"
     refuse_scaled()
     fetch_to_clip(trained, f"{asked} of {len(given)} parameters")
-    return nn.utils.clip_grad_norm_(given, max_norm, norm_type, *args, **kwargs)
+    return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:

@@ -113,7 +113,8 @@ class FullyShardedDataParallel:
         found = _wrapping(auto_wrap_policy)
         name = getattr(sharding_strategy, "name", "FULL_SHARD")
         if name == "NO_SHARD":
-            found = {"name": "ddp"}
+            # Ranks keep buffers of their own under FSDP.
+            found = {"name": "ddp", "broadcast_buffers": False}
         elif name not in _SHARDING:
             raise ConfigError(
                 f"the strategy fsdp has no {name}. Use one of {', '.join(_SHARDING)}."
@@ -157,6 +158,8 @@ class FullyShardedDataParallel:
     ) -> None:  # fmt: skip
         """Say which ranks want state dicts."""
         adoption.rank0_only = bool(getattr(state_dict_config, "rank0_only", False))
+        own = getattr(optim_state_dict_config, "rank0_only", False)
+        adoption.optim_rank0_only = bool(own)
 
     @staticmethod
     @contextlib.contextmanager
@@ -165,17 +168,19 @@ class FullyShardedDataParallel:
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:  # fmt: skip
         """Say so within a block."""
-        before = adoption.rank0_only
-        FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, state_dict_config)
+        before = adoption.rank0_only, adoption.optim_rank0_only
+        FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
         try:
             yield
         finally:
-            adoption.rank0_only = before
+            adoption.rank0_only, adoption.optim_rank0_only = before
 
     @staticmethod
     def optim_state_dict(model: Any, optim: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The optimizer's whole state, by names. Collective."""
-        return named_state_dict(optim, rank0_only=adoption.rank0_only)
+        return named_state_dict(optim, rank0_only=adoption.optim_rank0_only)
 
     @staticmethod
     def full_optim_state_dict(
@@ -217,6 +222,7 @@ def _taken(
     for name in _REFUSED:
         if options.get(name) is not None:
             raise ConfigError(f"FSDP's {name} has no counterpart here. Leave it out.")
+    _check_alike(module, half if half in PRECISIONS else None)
     if half not in PRECISIONS:
         # As FSDP does, also where the script has autocast.
         found = {**found, "param_dtype": "fp32"} if found.get("name") != "ddp" else found
@@ -257,6 +263,24 @@ def _tell_of_buffers(module: nn.Module, dtype: Any) -> None:
             "them rounded, convert them before the model is wrapped.",
             dtype, first_few(others),
         )  # fmt: skip
+
+
+def _check_alike(module: nn.Module, half: Any) -> None:
+    """Refuse a policy that is not that of the modules before."""
+    units = [one for one in module.modules() if one is not module and one in adoption.halves]
+    within = {id(parameter) for one in units for parameter in one.parameters()}
+    if all(id(parameter) in within for parameter in module.parameters()):
+        # It computes with nothing itself.
+        return
+    for other, before in adoption.halves.items():
+        if before != half:
+            raise ConfigError(
+                f"FSDP's policies have {type(other).__name__} compute in {before or 'fp32'}, and "
+                f"{type(module).__name__} in {half or 'fp32'}. Strategies compute all that is "
+                "trained in one precision. Give all modules one policy; or none, and have "
+                "torch.autocast around what is to be in half precision."
+            )
+    adoption.halves[module] = half
 
 
 @functools.cache

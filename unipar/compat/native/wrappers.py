@@ -18,7 +18,8 @@ from unipar.state import is_dtensor
 
 _OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
             "broadcast_buffers")  # fmt: skip
-_PLACED = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
+_PLACED = ("check_reduction", "init_sync")
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 _SYNCS = "forward_sync_buffers"
 """What ``broadcast_buffers`` is called since torch 2.13."""
 _OWN = ("register_comm_hook", "join", "reducer", "logger", "_set_static_graph",
@@ -59,7 +60,14 @@ class DistributedDataParallel(_Wrapper):
         ConfigError: an option has no counterpart.
     """
 
-    def __init__(self, module: nn.Module, device_ids: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        **options: Any,
+    ) -> None:
         if options.get(_SYNCS) is not None:
             options["broadcast_buffers"] = options.pop(_SYNCS)
         if options.get("init_sync") is False:
@@ -73,6 +81,12 @@ class DistributedDataParallel(_Wrapper):
                     f"DistributedDataParallel({name}=…) has no counterpart here. Leave it out; the "
                     f"options that the strategy ddp has are {', '.join(_OPTIONS)}."
                 )
+        if getattr(module, _IGNORED, None) and current.placement().size > 1:
+            raise ConfigError(
+                f"DistributedDataParallel leaves to each rank what {type(module).__name__}."
+                f"{_IGNORED} names, and strategies sum the gradients of all parameters. Freeze "
+                "these (requires_grad_(False)), or keep them in a module that is not wrapped."
+            )
         super().__init__(module)
         if current.placement().size > 1:
             with adoption.engine_calls():
@@ -83,11 +97,16 @@ class DistributedDataParallel(_Wrapper):
                 broadcast_tensors([t for t in tensors if not is_dtensor(t)], current.world())
         adoption.note_wrapped(module)
         adoption.sums_in_backward = adoption.by_ddp = True
-        asked = {name: value for name, value in options.items() if name in _OPTIONS}
+        # None is torch's own default of some.
+        asked = {k: value for k, value in options.items() if k in _OPTIONS and value is not None}
         adoption.ask(strategy={**_ddp(), **asked})
         self.require_backward_grad_sync = True
         # As DDP does, of which a script may make use.
         self.device_ids, self._moves_inputs = device_ids, bool(device_ids)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: Any, names: Any) -> None:
+        setattr(module, _IGNORED, names)
 
     @property
     def device(self) -> torch.device:

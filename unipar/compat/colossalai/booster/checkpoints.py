@@ -88,7 +88,8 @@ def _names_in_files(model: BoostedModel) -> dict[str, str]:
     if not within:
         return {name: name for name in model.whole_shapes}
     return {
-        name: name.removeprefix(f"{within}.").replace(".base_layer.", ".") for name in model.whole_shapes
+        name: name.removeprefix(f"{within}.").replace(".base_layer.", ".")
+        for name in model.whole_shapes
     }
 
 

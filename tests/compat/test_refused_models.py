@@ -1,0 +1,81 @@
+"""What strategies cannot do as DDP and FSDP do is refused on ranks that have data of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from plain_scripts import plainly
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from unipar.compat.native.calls import clip_grad_norm_
+from unipar.compat.native.fsdp import fully_shard
+from unipar.compat.native.wrappers import DistributedDataParallel as DDP
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def stepped(model: Any, optimizer: torch.optim.Optimizer, *, careful: bool = False) -> None:
+    model(torch.ones(3, 4)).square().mean().backward()
+    if careful:
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def grown() -> list[float]:
+    """An optimizer is given the parameters of a second model."""
+    model = DDP(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped(model, optimizer)
+    optimizer.add_param_group({"params": DDP(nn.Linear(4, 1)).parameters()})
+    return []
+
+
+def ignoring() -> list[float]:
+    model = nn.Linear(4, 4)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    DDP(model)
+    return []
+
+
+def unlike(first: Any, second: Any) -> list[float]:
+    """Policies of a layer, of another one, and of what computes with nothing of its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    for layer, half in ((model[0], first), (model[2], second)):
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=half))
+    fully_shard(model)
+    stepped(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return []
+
+
+def careful() -> list[float]:
+    model = fully_shard(nn.Linear(4, 4))
+    stepped(model, torch.optim.SGD(model.parameters(), lr=0.1), careful=True)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("act", "strategy", "said"),
+    [
+        (grown, "ddp", "was given 2 parameters that are not of the model that the optimizer"),
+        (ignoring, "ddp", "leaves to each rank what Linear._ddp_params_and_buffers_to_ignore"),
+        (partial(unlike, torch.bfloat16, None), "fsdp", "policies have Linear compute in torch.bf"),
+        (careful, "fsdp", "clip_grad_norm_(max_norm=1.0, norm_type=2.0, error_if_nonfinite=True)"),
+    ],
+)
+def test_what_no_strategy_does(
+    world_pool: Any, act: Callable[[], list[float]], strategy: str, said: str
+) -> None:
+    for one in world_pool(2).run(plainly, strategy, act):
+        assert said in one
+
+
+def test_policies_that_are_alike_are_the_runs_precision(world_pool: Any) -> None:
+    half = torch.bfloat16
+    for one in world_pool(2).run(plainly, "fsdp", partial(unlike, half, half)):
+        assert one == ([], [])
