@@ -1,4 +1,4 @@
-"""Many tensors sent from rank 0 in few messages."""
+"""Many tensors sent from rank 0 in few messages, or copied by few kernels."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(found.values())
+
+
+def with_copies(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors, each with its copy: of many of a kind they are made by one kernel on a GPU."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for alike in by_kind(one.detach() for one in tensors):
+        copies = list(map(torch.empty_like, alike))
+        torch._foreach_copy_(copies, alike)  # pyright: ignore[reportPrivateImportUsage]
+        found += zip(alike, copies, strict=True)
+    return found
 
 
 def in_pieces(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:

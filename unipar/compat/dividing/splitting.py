@@ -12,7 +12,7 @@ batch in relation to each other shows there, and all ranks then compute the whol
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ from unipar.compat.dividing.shares import Shares, layout_of, mean_over, tied, wh
 from unipar.compat.dividing.signatures import Signatures
 from unipar.compat.dividing.trying import SOON, UNLIKE_WEIGHTS, Trials
 from unipar.compat.dividing.whole_draws import Drawing, WholeDraws
-from unipar.engine.broadcast import by_kind
+from unipar.engine.broadcast import with_copies
 from unipar.engine.snapshots import Snapshot
 from unipar.engine.trials import (
     host_generators,
@@ -457,7 +457,7 @@ class _Kept:
         parts = [one for one in module.modules() if one._buffers] if runner.traces else []
         self._buffers = [(one._buffers, dict(one._buffers)) for one in parts]
         held = {id(one): one for _, own in self._buffers for one in own.values() if one is not None}
-        self._values = _with_copies(held.values())
+        self._values = with_copies(held.values())
         self._objects = Snapshot({"": module} if runner.stores else {})
 
     def put_back(self) -> _Kept:
@@ -472,16 +472,6 @@ class _Kept:
             one.data.copy_(before)
         self._objects.put_back()
         return now
-
-
-def _with_copies(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tensors, each with its copy: of many of a kind they are made by one kernel on a GPU."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for alike in by_kind(one.detach() for one in tensors):
-        copies = list(map(torch.empty_like, alike))
-        torch._foreach_copy_(copies, alike)  # pyright: ignore[reportPrivateImportUsage]
-        found += zip(alike, copies, strict=True)
-    return found
 
 
 def _hash(told: tuple[Any, ...]) -> int:
