@@ -28,7 +28,7 @@ def test_the_docs_say_how_often_a_step_reads(world_pool: WorldPools, strategy: s
     [
         (plain, {}, LOSS),
         (fused, {**CLIPS, "precision": "bf16"}, LOSS | LAST_NORM),
-        (fused, {**CLIPS, "precision": "fp16"}, LOSS | {"precision.step": 1}),
+        (fused, {**CLIPS, "precision": "fp16"}, LOSS | {"precision.has_overflowed": 1}),
         (fused, {**CLIPS, "on_nan": "skip"}, LOSS | {"step._update": 1}),
         (plain, {**CLIPS, "on_nan": "skip"}, LOSS | {"stepper.step": 1}),
         (plain, {**CLIPS, "on_nan": "ignore"}, LOSS),
