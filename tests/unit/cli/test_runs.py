@@ -120,7 +120,7 @@ def test_the_newest_is_first_in_plain_text(tmp_path: Path, capsys: pytest.Captur
     assert "oldest: E: [no]  [31mred" in out
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.jsonl", "config.yaml", lock.NAME])
 @pytest.mark.parametrize("kind", ["cut", "binary", "pipe", "directory", "deep", "numbers", "long"])
 def test_hostile_files_are_a_line_and_leave_other_runs_listed(
