@@ -43,5 +43,6 @@ def _standing_in(kind: type, base: type, name: str) -> type:
         return getattr(self, _DOES)(*args, **kwargs)
 
     behind = type(base.__name__, (base,), {name: method})
-    # Attributes are the object's; what stands in is not among them.
-    return type(kind.__name__, (kind, behind), {"__slots__": (_DOES,)})
+    # Attributes are the object's; what stands in is not among them, and lets go of none of them.
+    own = {"__slots__": (_DOES,), "__del__": lambda self: None}
+    return type(kind.__name__, (kind, behind), own)

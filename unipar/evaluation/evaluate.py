@@ -118,6 +118,9 @@ def evaluate(
         total, count = (sum(rank[2 * i + part] for rank in every) for part in (0, 1))
         if name != "loss" or loss_fn is not None:
             results[name] = total / count if count else float("nan")
+    if any(isinstance(metric, AccumulatingMetric) for metric in metrics.values()):
+        # What ranks compute may differ by rounding, and all of them act on it alike.
+        return world.broadcast(results)
     return results
 
 

@@ -312,6 +312,23 @@ class Merged(Unmerged):
         return self
 
 
+class Rounded(Merged):
+    """Another number on each rank."""
+
+    def compute(self) -> float:
+        return super().compute() + 1e-9 * torch.distributed.get_rank()
+
+
+def test_ranks_act_on_one_number_where_they_compute_others(
+    world_pool: WorldPools, tmp_path: Path
+) -> None:
+    task = partial(
+        fit_in_world, strategy="ddp", steps=1, eval_data=data(9), metrics={"right": Rounded()}
+    )
+    first, second = world_pool(2).run(task, tmp_path)
+    assert first.metrics == second.metrics
+
+
 def test_a_metric_that_no_one_can_merge_is_refused_on_ranks(
     world_pool: WorldPools, tmp_path: Path, run: Any
 ) -> None:

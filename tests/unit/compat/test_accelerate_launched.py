@@ -15,6 +15,7 @@ from unipar.compat.accelerate import (
 from unipar.compat.accelerate.utils import TorchDynamoPlugin
 from unipar.compat.run import current
 from unipar.errors import ConfigError
+from unipar.strategy import LossScale
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -35,6 +36,12 @@ def test_a_precision_counts_where_the_script_leaves_it_open(
     assert Accelerator(mixed_precision=said, cpu=True).mixed_precision == precision
 
 
+def test_a_second_accelerator_is_of_the_first_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch, MIXED_PRECISION="fp16", USE_FSDP="true", USE_CPU="true")
+    Accelerator(mixed_precision="bf16", cpu=True, strategy="single")
+    assert Accelerator().mixed_precision == "bf16"
+
+
 def test_accumulation_wins_over_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch, GRADIENT_ACCUMULATION_STEPS="8", USE_CPU="True")
     accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -50,6 +57,8 @@ def test_plugins_are_those_that_are_launched(monkeypatch: pytest.MonkeyPatch) ->
            DEEPSPEED_OFFLOAD_PARAM_DEVICE="none")  # fmt: skip
     strategy = {"name": "zero3", "offload_optimizer": True}
     asked: dict[str, Any] = {"strategy": strategy, "max_grad_norm": 0.5, "accumulation": 4}
+    # In fp16 it begins so.
+    asked["loss_scale"] = LossScale(growth_interval=1000)
     assert DeepSpeedPlugin().asked() == asked
     assert DeepSpeedPlugin(zero_stage=1).asked()["strategy"]["name"] == "zero1"
 

@@ -94,22 +94,27 @@ class Accelerator(Exchange, Keeping):
         *,
         strategy: str | dict[str, Any] | None = None,
     ) -> None:
+        # A second one takes the first one's state, as there.
+        is_first = current.session is None
+
+        def asks_for(name: str) -> bool:
+            return is_first and launched.asks_for(name)
+
         for name, value in (
             ("torch_tp_plugin", torch_tp_plugin),
-            ("megatron_lm_plugin", megatron_lm_plugin or launched.asks_for("USE_MEGATRON_LM")),
-            ("parallelism_config",
-             parallelism_config or launched.asks_for("USE_PARALLELISM_CONFIG")),
+            ("megatron_lm_plugin", megatron_lm_plugin or asks_for("USE_MEGATRON_LM")),
+            ("parallelism_config", parallelism_config or asks_for("USE_PARALLELISM_CONFIG")),
         ):  # fmt: skip
             if value:
                 refuse(f"Accelerator({name}=…)")
         held = handlers(kwargs_handlers or ())
-        if fsdp_plugin is None and launched.asks_for("USE_FSDP"):
+        if fsdp_plugin is None and asks_for("USE_FSDP"):
             fsdp_plugin = FullyShardedDataParallelPlugin()
         plugin = deepspeed_plugin or deepspeed_plugins
-        if plugin is None and launched.asks_for("USE_DEEPSPEED"):
+        if plugin is None and asks_for("USE_DEEPSPEED"):
             plugin = DeepSpeedPlugin()
-        cpu = cpu or launched.asks_for("USE_CPU")
-        mixed_precision = mixed_precision or launched.precision()
+        cpu = cpu or asks_for("USE_CPU")
+        mixed_precision = mixed_precision or (launched.precision() if is_first else None)
         if gradient_accumulation_plugin is None:
             # Accelerate 1.15.0: what is launched wins over the argument.
             said = launched.says("GRADIENT_ACCUMULATION_STEPS")

@@ -215,7 +215,8 @@ class _MetricsFile:
         self.metrics = []
 
     def _write(self, file: Path, lines: list[dict[str, Any]], *, header: bool = False) -> None:
-        with file.open("a", newline="", encoding="utf-8") as opened:
+        # Of what is written anew, a process that was killed may have left a part.
+        with file.open("w" if header else "a", newline="", encoding="utf-8") as opened:
             writer = csv.DictWriter(opened, self.metrics_keys)
             if header:
                 writer.writeheader()

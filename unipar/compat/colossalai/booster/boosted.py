@@ -39,15 +39,9 @@ class BoostedModel(PreparedModel):
 
     def __init__(self, module: nn.Module, session: Session, **settings: Any) -> None:
         super().__init__(module, session, **settings)
-        self._class_name = type(self.base).__name__
+        self._unipar_class_name = type(self._unipar_base()).__name__
 
-    @property
-    def class_name(self) -> str:
-        """The name of its class, which strategies may change."""
-        return self._class_name
-
-    @property
-    def base(self) -> Any:
+    def _unipar_base(self) -> Any:
         """What PEFT has adapted, or else the module itself."""
         found = getattr(self.module, "get_base_model", None)
         return self.module if found is None else found()

@@ -42,7 +42,7 @@ def save_model(
         names = _names_in_files(model)
         state = {names.get(name, name): one for name, one in state.items()}
         if safe:
-            state = _untied(state)
+            state = _with_own_memory(state)
         if shard_mb is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(state, path, safe=safe)
@@ -83,7 +83,7 @@ def _names_in_files(model: BoostedModel) -> dict[str, str]:
 
     So Colossal-AI has them (0.5.0, ``interface/model.py``), and a base model's files can be read.
     """
-    base = model.base
+    base = model._unipar_base()
     within = next(name for name, one in model.module.named_modules() if one is base)
     if not within:
         return {name: name for name in model.whole_shapes}
@@ -93,7 +93,7 @@ def _names_in_files(model: BoostedModel) -> dict[str, str]:
     }
 
 
-def _untied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_own_memory(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of which each has its own memory: tied ones are in the file by each name."""
     held: set[int] = set()
     found = {}
@@ -105,11 +105,11 @@ def _untied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _write_config(model: BoostedModel, directory: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write a model's own configuration beside its weights, where it has one that is written."""
-    base = model.base
+    base = model._unipar_base()
     if not hasattr(base, "can_generate"):  # As models of transformers have it, and no others.
         return
     config = base.config
-    config.architectures = [model.class_name]
+    config.architectures = [model._unipar_class_name]
     dtypes = (str(one.dtype) for one in state.values() if one.is_floating_point())
     name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # Since transformers 4.56.
     setattr(config, name, next(dtypes, "torch.float32").removeprefix("torch."))
