@@ -66,7 +66,7 @@ def test_plugins_are_those_that_are_launched(monkeypatch: pytest.MonkeyPatch) ->
         raise ConfigError(str(given))
 
     monkeypatch.setattr(current, "open", opened)
-    with pytest.raises(ConfigError, match=re.escape(str({"strategy": strategy}))):
+    with pytest.raises(ConfigError, match=re.escape(f"'strategy': {strategy}")):
         Accelerator()
 
 
