@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from unipar.compat.native.calls import clip_grad_norm_
 from unipar.compat.native.fsdp import fully_shard
 from unipar.compat.native.wrappers import DistributedDataParallel as DDP
+from unipar.compat.run import current
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -36,10 +37,11 @@ def grown() -> list[float]:
     return []
 
 
-def ignoring() -> list[float]:
-    model = nn.Linear(4, 4)
-    DDP._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
-    DDP(model)
+def ignoring(*names: str, unlike: bool = False, **options: Any) -> list[float]:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].weight.requires_grad_(False).fill_(current.placement().rank if unlike else 0.5)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, names)
+    stepped(DDP(model, **options), torch.optim.SGD(model.parameters(), lr=0.1))
     return []
 
 
@@ -63,7 +65,9 @@ def careful() -> list[float]:
     ("act", "strategy", "said"),
     [
         (grown, "ddp", "was given 2 parameters that are not of the model that the optimizer"),
-        (ignoring, "ddp", "leaves to each rank what Linear._ddp_params_and_buffers_to_ignore"),
+        (partial(ignoring, "0.bias", "0.weight"), "ddp", "_to_ignore names (0.bias)"),
+        (partial(ignoring, "0.weight", unlike=True), "ddp", "_to_ignore names (0.weight)"),
+        (partial(ignoring, "1.running_mean"), "ddp", "_to_ignore names (1.running_mean)"),
         (partial(unlike, torch.bfloat16, None), "fsdp", "policies have Linear compute in torch.bf"),
         (careful, "fsdp", "clip_grad_norm_(max_norm=1.0, norm_type=2.0, error_if_nonfinite=True)"),
     ],
@@ -73,6 +77,13 @@ def test_what_no_strategy_does(
 ) -> None:
     for one in world_pool(2).run(plainly, strategy, act):
         assert said in one
+
+
+def test_what_ddp_is_to_leave_alone_may_be_what_strategies_do(world_pool: Any) -> None:
+    names = "0.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"
+    act = partial(ignoring, *names, broadcast_buffers=False)
+    for one in world_pool(2).run(plainly, "ddp", act):
+        assert one == ([], [])
 
 
 def test_policies_that_are_alike_are_the_runs_precision(world_pool: Any) -> None:

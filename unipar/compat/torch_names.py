@@ -110,8 +110,10 @@ REFUSED = Table(
         "precision. Give all modules one policy; or none, and have torch.autocast around what is "
         "to be in half precision."),
     Row("model._ddp_params_and_buffers_to_ignore", "refused",
-        "On several ranks: strategies sum the gradients of all parameters. Freeze these, or keep "
-        "them in a module that is not wrapped."),
+        "On several ranks, but for parameters that are frozen and the same on all of them, and "
+        "for buffers under broadcast_buffers=False: strategies sum the gradients of all that is "
+        "trained, and give ranks the same weights and buffers. Freeze these, or keep them in a "
+        "module that is not wrapped."),
     Row("FSDP.summon_full_params", "refused", "Read model.state_dict() on all ranks."),
     Row("ZeroRedundancyOptimizer", "refused",
         "The strategy divides the state: strategy: {name: ddp, shard_optimizer: true}."),

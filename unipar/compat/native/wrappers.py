@@ -13,7 +13,8 @@ from unipar.compat.dividing.batch_norms import is_batch_norm
 from unipar.compat.run import current
 from unipar.data import move_to
 from unipar.engine import broadcast_tensors
-from unipar.errors import ConfigError
+from unipar.engine.replicas import unlike
+from unipar.errors import ConfigError, first_few
 from unipar.state import is_dtensor
 
 _OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
@@ -82,11 +83,7 @@ class DistributedDataParallel(_Wrapper):
                     f"options that the strategy ddp has are {', '.join(_OPTIONS)}."
                 )
         if getattr(module, _IGNORED, None) and current.placement().size > 1:
-            raise ConfigError(
-                f"DistributedDataParallel leaves to each rank what {type(module).__name__}."
-                f"{_IGNORED} names, and strategies sum the gradients of all parameters. Freeze "
-                "these (requires_grad_(False)), or keep them in a module that is not wrapped."
-            )
+            _check_ignored(module, broadcasts=options.get("broadcast_buffers") is not False)
         super().__init__(module)
         if current.placement().size > 1:
             with adoption.engine_calls():
@@ -175,6 +172,25 @@ class Join:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def _check_ignored(module: Any, *, broadcasts: bool) -> None:
+    """Refuse that DDP leaves something to each rank that strategies make the same. Collective."""
+    ignored = set(getattr(module, _IGNORED))
+    named = [(n, p) for n, p in module.named_parameters() if n in ignored]
+    with adoption.engine_calls():
+        left = unlike([(n, p) for n, p in named if not p.requires_grad], current.world())
+    left += [name for name, p in named if p.requires_grad]
+    if broadcasts:
+        left += [name for name, _ in module.named_buffers() if name in ignored]
+    if left:
+        raise ConfigError(
+            f"DistributedDataParallel leaves to each rank what {type(module).__name__}.{_IGNORED} "
+            f"names ({first_few(left)}), and strategies sum the gradients of all that is trained, "
+            "and give ranks the same weights and buffers. Freeze these parameters "
+            "(requires_grad_(False)) with the same values on all ranks, and give "
+            "broadcast_buffers=False for buffers; or keep them in a module that is not wrapped."
+        )
 
 
 def _ddp() -> dict[str, Any]:
