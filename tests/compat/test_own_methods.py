@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,26 @@ class Counting(torch.optim.SGD):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "seen"})
 
 
+class Placing(torch.optim.SGD):
+    """Puts state in its place as those do that keep it in dtypes of their own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = [
+            {**stored, "params": own["params"]}
+            for own, stored in zip(self.param_groups, state_dict["param_groups"], strict=True)
+        ]
+        held = [p for group in groups for p in group["params"]]
+        state = {held[number]: dict(one) for number, one in state_dict["state"].items()}
+        self.__setstate__({"state": state, "param_groups": groups})
+
+
+class Writing(torch.optim.SGD):
+    """Names its state otherwise."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": [one["momentum_buffer"] for one in self.state.values()]}
+
+
 class Net(nn.Sequential):
     """Has something of its own to clear."""
 
@@ -123,6 +144,39 @@ def saved() -> list[float]:
         return [*found, optimizer.seen, *model(batches(2)[0]).flatten().tolist()]
 
 
+def restored() -> list[float]:
+    """Steps after a state was loaded into an optimizer that has stepped."""
+    model = net()
+    optimizer, found = Placing(model.parameters(), lr=0.1, momentum=0.9), []
+
+    def step(x: torch.Tensor) -> None:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+
+    first, *rest = batches(8, 8, 8, 8)
+    step(first)
+    stored = copy.deepcopy(optimizer.state_dict())
+    for one in stored["state"].values():
+        one["momentum_buffer"].mul_(-2)
+    stored["param_groups"][0]["lr"] = 0.3
+    optimizer.load_state_dict(stored)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    for x in rest:
+        step(x)
+    return found
+
+
+def written() -> list[float]:
+    model = net()
+    optimizer = Writing(model.parameters(), lr=0.1, momentum=0.9)
+    model(batches(8)[0]).square().mean().backward()
+    optimizer.step()
+    return [len(optimizer.state_dict()["moments"])]
+
+
 @pytest.mark.parametrize("kind", [Summing, Forgetting, Seldom])
 def test_an_optimizer_clears_as_its_class_does(world_pool: Any, kind: Any) -> None:
     check(world_pool(2).run(plainly, "ddp", cleared, kind), lambda: cleared(kind))
@@ -138,6 +192,21 @@ def test_so_it_does_where_ranks_divide_gradients(world_pool: Any) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_state_is_saved_as_its_class_does(world_pool: Any, strategy: str) -> None:
     check(world_pool(2).run(plainly, strategy, saved), saved)
+
+
+def test_state_that_a_class_puts_in_its_place_is_stepped_by(world_pool: Any) -> None:
+    check(world_pool(2).run(plainly, "ddp", restored), restored)
+    check(world_pool(1).run(plainly, "single", restored), restored)
+
+
+@pytest.mark.parametrize(
+    ("act", "call"), [(restored, "Placing.load_state_dict()"), (written, "Writing.state_dict()")]
+)
+def test_what_would_be_of_one_ranks_part_is_refused(world_pool: Any, act: Any, call: str) -> None:
+    for said in world_pool(2).run(plainly, "fsdp", act):
+        assert f"{call} does not call super()" in said
+    if act is written:
+        check(world_pool(2).run(plainly, "ddp", act), act)
 
 
 def by_accelerate(kind: Any) -> tuple[Any, Any, Callable[[Any], None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ class _Optimizer:
             with adoption.engine_calls():
                 return adopted.export_numbered()
 
-        return run_own(self, self._unipar_kind, Optimizer, "state_dict", whole)
+        return _run_own_state(self, adopted, "state_dict", whole)
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         adoption = self._unipar_adoption
@@ -180,7 +180,17 @@ class _Optimizer:
             with adoption.engine_calls():
                 adopted.import_numbered(state_dict)
 
-        run_own(self, self._unipar_kind, Optimizer, "load_state_dict", load, state_dict)
+        _run_own_state(self, adopted, "load_state_dict", load, state_dict)
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is None:
+            super().__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        # Torch's puts it into this one's dict, past the engine that steps by it.
+        _share(self, adopted.optimizer)
+        adopted.optimizer.__setstate__(state)
+        _share(adopted.optimizer, self)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         state = {key: getattr(self, key) for key in _STATE}
@@ -196,6 +206,27 @@ def engines_side(optimizer: Any) -> AdoptedOptimizer | None:
 def steps_alone(optimizer: Any) -> bool:
     """Whether no engine steps what a script's optimizer updates."""
     return isinstance(optimizer, _Optimizer) and engines_side(optimizer) is None
+
+
+def _run_own_state(
+    optimizer: Any, adopted: AdoptedOptimizer, name: str, does: Callable[..., Any], *args: Any
+) -> Any:
+    """:func:`run_own`, refused where it leaves out what puts the parts of ranks together."""
+    kind, called = optimizer._unipar_kind, []
+
+    def noted(*args: Any) -> Any:
+        called.append(name)
+        return does(*args)
+
+    found = run_own(optimizer, kind, Optimizer, name, noted, *args)
+    if adopted.divided and not called:
+        raise ConfigError(
+            f"{kind.__name__}.{name}() does not call super().{name}(), and strategy "
+            f"'{current.config.strategy if current.config else ''}' divides the optimizer's state "
+            "among ranks, so that it is of one rank's part. Have it call that, or use a strategy "
+            "that leaves state whole, such as ddp."
+        )
+    return found
 
 
 def _named_state(state_dict: Mapping[str, Any]) -> bool:
