@@ -10,6 +10,7 @@ from plain_scripts import plainly
 from torch import nn
 
 from unipar.compat.horovod import torch as hvd
+from unipar.compat.optimizers import zero_unused
 from unipar.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -36,6 +37,44 @@ def exchanged() -> list[float]:
 def test_arguments_stand_where_they_stand_there(world_pool: Any) -> None:
     for found, _ in world_pool(2).run(plainly, "ddp", exchanged):
         assert found == [3.0, 3.0, 2.0, 2048.0, 2049.0, 2.0]
+
+
+def thawed(between: bool) -> list[float]:
+    """One that is thawed before the first pass, and one that is frozen before it and thawed."""
+    hvd.init()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(not between)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for one in (between, True):
+        model[0].requires_grad_(one)
+        model(torch.ones(2, 2)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_what_was_frozen_is_as_of_when_the_optimizer_was_wrapped(
+    world_pool: Any, between: bool
+) -> None:
+    (_, told), _ = world_pool(2).run(plainly, "ddp", thawed, between)
+    assert [line.split(" when")[0] for line in told] == ["0.bias, 0.weight: frozen"] * between
+
+
+def test_a_group_of_which_a_strategy_takes_some_has_zeros_of_what_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trained = [[p.requires_grad for p in model.parameters()]]
+    optimizer.param_groups[0]["params"] = list(model[1].parameters())
+    zero_unused(optimizer, trained=trained)
+    assert all(p.grad is not None for p in model[1].parameters())
+    # Those that are added later are none of the framework's.
+    late = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    zero_unused(optimizer, trained=trained)
+    assert late.weight.grad is None
 
 
 def test_a_compressor_of_the_scripts_own_is_refused() -> None:

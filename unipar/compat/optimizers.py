@@ -614,15 +614,18 @@ def zero_unused(
     Args:
         optimizer: about to step.
         trained: which of them, by groups and their parameters, as of when the script's framework
-            took the optimizer; ``None``: those that are not frozen now.
+            took the optimizer; those that are not frozen now, where that is ``None``, or a
+            strategy has taken some out of a group.
     """
     for at, group in enumerate(optimizer.param_groups):
         held = group["params"]
-        if trained is None:
+        if trained is not None and at >= len(trained):
+            continue
+        if trained is None or len(trained[at]) != len(held):
             wanted = [one.requires_grad for one in held]
         else:
-            wanted = trained[at] if at < len(trained) else ()
-        for parameter, zero in zip(held, wanted, strict=False):
+            wanted = trained[at]
+        for parameter, zero in zip(held, wanted, strict=True):
             if zero and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 

@@ -50,6 +50,7 @@ class Adopter(Script):
         self._making: weakref.WeakSet[Any] = weakref.WeakSet()
         self._alone: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._untrained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._splittings: weakref.WeakKeyDictionary[AdoptedModel, Splitting] = (
             weakref.WeakKeyDictionary()
         )
@@ -74,6 +75,9 @@ class Adopter(Script):
         self._wrapped.add(one)
         if isinstance(one, nn.Module):
             self._frozen[one] = frozen_in(one)
+        else:
+            held = [p for group in one.param_groups for p in group["params"]]
+            self._untrained[one] = [p for p in held if not p.requires_grad]
         self.note_aware()
 
     @property
@@ -217,6 +221,11 @@ class Adopter(Script):
         adopted.same_parameters = self.by_ddp
         adopted.skips = skips and not scales
         adopted.frozen = self._frozen.get(module)
+        if optimizer in self._untrained:
+            # The framework has the optimizer, whose parameters have no names yet.
+            ids = {id(one) for one in self._untrained[optimizer]}
+            named = module.named_parameters()
+            adopted.frozen = frozenset(name for name, p in named if id(p) in ids)
         return adopted
 
     def _take_over(
