@@ -282,7 +282,7 @@ class PreparedModel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Torch notes on each module what hooks it has, and what it was compiled into.
-        of_torch = name.startswith("_") and (name in vars(self) or hasattr(nn.Module, name))
+        of_torch = name.startswith("_") and (name in vars(self) or name in dir(nn.Module))
         if name in _OWN or name.startswith(_PREFIX) or of_torch:
             super().__setattr__(name, value)
             return
