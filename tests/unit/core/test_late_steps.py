@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_lowers_the_scale() -> None:
     optimizer = optim.SGD(plain.parameters(), lr=0.1)
     scales, found = [], []
     with Session("single", device="cpu", on_nan="skip", precision="fp16") as session:
-        engine = session.prepare(model(), optimizer={"name": "sgd", "lr": 0.1})
+        engine: Any = session.prepare(model(), optimizer={"name": "sgd", "lr": 0.1})
         for factor in (1.0, math.inf, math.nan, 1.0):
             with torch.autocast("cpu", torch.float16):
                 loss = plain(X).float().square().mean() * factor
@@ -218,7 +218,7 @@ def test_a_loss_that_is_not_finite_lowers_the_scale() -> None:
 def test_a_step_that_is_skipped_leaves_statistics_too() -> None:
     with Session("single", device="cpu", on_nan="skip") as session:
         net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
-        engine = session.prepare(net, optimizer={"name": "sgd", "lr": 0.1})
+        engine: Any = session.prepare(net, optimizer={"name": "sgd", "lr": 0.1})
         assert not engine.train_step(batch(), squares).skipped
         before = copy.deepcopy(net.state_dict())
         broken = Batch((MicroBatch((X * float("nan"), False), 4),), 4)
