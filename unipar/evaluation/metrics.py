@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import cloudpickle
 import torch
 
 from unipar.data import move_to
@@ -83,7 +85,8 @@ def _of_all(metric: Any, world: World) -> Any:
     own = copy.deepcopy(metric)
     if hasattr(own, "to"):
         own.to(torch.device("cpu"))
-    first, *others = [one for one in world.gather(own if world.leads else None) if one is not None]
+    sent = _pickled(own) if world.leads else None
+    first, *others = [pickle.loads(one) for one in world.gather(sent) if one is not None]
     if hasattr(first, "to"):
         for one in (first, *others):
             one.to(world.device)
@@ -100,3 +103,15 @@ def _merge(states: list[Any], reduction: Any) -> Any:
 
 def _not_distributed() -> bool:
     return False
+
+
+def _pickled(metric: Any) -> bytes:
+    """By value, as its class may be the script's own, which processes know so."""
+    try:
+        return cloudpickle.dumps(metric)
+    except Exception as error:
+        raise ConfigError(
+            f"what a metric of the class {type(metric).__name__} has seen cannot be sent to other "
+            f"processes ({error}). Have it hold what can be pickled, or give a function of "
+            "(predictions, targets)."
+        ) from error

@@ -329,6 +329,22 @@ def test_ranks_act_on_one_number_where_they_compute_others(
     assert first.metrics == second.metrics
 
 
+def test_a_metric_may_be_of_a_class_that_processes_know_by_value(
+    world_pool: WorldPools, tmp_path: Path
+) -> None:
+    class Own(Merged):
+        pass
+
+    task = partial(fit_in_world, strategy="ddp", steps=1, eval_data=data(9))
+    expected = world_pool(2).run(
+        lambda placement: task(placement, tmp_path / "one", metrics={"right": Merged()})
+    )
+    found = world_pool(2).run(
+        lambda placement: task(placement, tmp_path / "two", metrics={"right": Own()})
+    )
+    assert [one.metrics for one in found] == [one.metrics for one in expected]
+
+
 def test_a_metric_that_no_one_can_merge_is_refused_on_ranks(
     world_pool: WorldPools, tmp_path: Path, run: Any
 ) -> None:
