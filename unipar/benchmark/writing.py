@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from unipar.utils.replacing import replacing
 
 
 def replace(file: Path, text: str) -> None:
     """Write a file whole or not at all, for a benchmark may be ended at any moment."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
+    with replacing(file) as partial:
+        partial.write_text(text, encoding="utf-8")

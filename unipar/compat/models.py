@@ -26,6 +26,8 @@ _LEADS_TO = "unipar.compat"
 _OWN = ("module", "whole_shapes", "training_by")
 """What is set on a prepared model itself, beside what begins so; all else is the module's."""
 _PREFIX = "_unipar_"
+_OF_MODULES = frozenset(dir(nn.Module))
+"""Names that torch's class has."""
 
 
 class Calls(NamedTuple):
@@ -282,7 +284,7 @@ class PreparedModel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Torch notes on each module what hooks it has, and what it was compiled into.
-        of_torch = name.startswith("_") and (name in vars(self) or name in dir(nn.Module))
+        of_torch = name.startswith("_") and (name in vars(self) or name in _OF_MODULES)
         if name in _OWN or name.startswith(_PREFIX) or of_torch:
             super().__setattr__(name, value)
             return

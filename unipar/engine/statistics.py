@@ -9,22 +9,27 @@ from unipar.engine.broadcast import with_copies
 
 
 class KeptStatistics:
-    """Those of a module before a step."""
+    """Those of a module before a step.
 
-    def __init__(self) -> None:
+    Args:
+        module: whose batch norms.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # Found once: it is kept in every step.
+        self._norms = [
+            one for one in module.modules() if getattr(one, "running_mean", None) is not None
+        ]
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def keep(self, module: nn.Module | None) -> None:
-        """Copy what forward passes are to change.
-
-        Args:
-            module: whose batch norms; ``None``: nothing is to be put back.
-        """
-        norms = [
-            one for one in (() if module is None else module.modules())
-            if one.training and getattr(one, "running_mean", None) is not None
-        ]  # fmt: skip
+    def keep(self) -> None:
+        """Copy what forward passes are to change."""
+        norms = [one for one in self._norms if one.training]
         self._kept = with_copies(buffer for one in norms for buffer in one.buffers(recurse=False))
+
+    def forget(self) -> None:
+        """Have nothing to put back."""
+        self._kept = []
 
     def put_back(self) -> None:
         """Undo what forward passes have changed since."""

@@ -152,7 +152,7 @@ class StepEngine(Engine):
         self.agreement = Agreement(optimizer, world, self.reducer)
         self.hooks: ParameterHooks | None = None
         self._last_step: LastStep | None = None
-        self._statistics = KeptStatistics() if spec.on_nan == "skip" else None
+        self._statistics = KeptStatistics(module) if spec.on_nan == "skip" else None
         self._loop = OwnLoop()
         self._untried = True
         self._divisors = Divisors(world)
@@ -297,8 +297,11 @@ class StepEngine(Engine):
         # Another engine's loss may have gone through this model (a GAN's generator's).
         self.reducer.clear()
         if self._statistics is not None:
-            # In a loop of the user's own the first forward pass has been.
-            self._statistics.keep(self.module if self._loop.whole_step else None)
+            if self._loop.whole_step:
+                self._statistics.keep()
+            else:
+                # In a loop of the user's own the first forward pass has been.
+                self._statistics.forget()
 
     def _add(
         self, loss: torch.Tensor, weight: float, count: torch.Tensor | float, *, last: bool,

@@ -20,6 +20,7 @@ from unipar.errors import Terminated, UniparError, WorkerError
 from unipar.launch.blame import Kind, chain, classify
 from unipar.launch.rundir import Attempt
 from unipar.utils.progress_marks import Mark, own_mark
+from unipar.utils.replacing import replacing
 
 _MAX_MESSAGE = 2000
 _MAX_FRAMES = 12
@@ -213,6 +214,5 @@ def _unpack(data: bytes) -> UniparError:
 
 def _replace(path: Path, data: bytes) -> None:
     """Write a file that is either whole or absent."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_bytes(data)
