@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.combined import CombinedScheduler
-from unipar.errors import NonFiniteLossError
+from unipar.errors import NonFiniteLossError, first_few
 from unipar.utils.host_copy import HostCopy
 
 
@@ -96,27 +97,38 @@ def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def not_finite(what: str, loss: float, step: int, count: float | None = None) -> NonFiniteLossError:
+def not_finite(
+    what: str, loss: float, step: int, module: nn.Module, count: float | None = None
+) -> NonFiniteLossError:
     """The error of a step whose loss or gradient norm (``what``) is not finite.
 
     Args:
         what: the loss, or the gradient norm.
         loss: of the step.
         step: 1-based.
+        module: what has trained.
         count: the items that the loss is a mean of, where they are known.
     """
+    kept = "the weights are as they were before that step"
+    # A mask may well be infinite.
+    spoilt = [name for name, buffer in module.named_buffers() if buffer.isnan().any()]
+    if spoilt:
+        kept += (
+            f", but the forward pass has left NaN in buffers ({first_few(spoilt)}): load them from "
+            "a checkpoint"
+        )
     if count == 0:
         return NonFiniteLossError(
             f"no item of the global batch of step {step} was counted (unipar.LossSum or num_items "
-            f"gave 0 everywhere), so its loss, a mean over items, is {loss}; the weights are as "
-            "they were before that step. Look at the labels: a label of -100, or one that is "
-            "masked, is no item. Leave samples without any out of the data, take a larger "
-            "global_batch_size, or pass on_nan='skip' to leave such batches out.",
+            f"gave 0 everywhere), so its loss, a mean over items, is {loss}; {kept}. Look at the "
+            "labels: a label of -100, or one that is masked, is no item. Leave samples without any "
+            "out of the data, take a larger global_batch_size, or pass on_nan='skip' to leave such "
+            "batches out.",
             step=step,
         )
     return NonFiniteLossError(
-        f"the {what} of step {step} is not finite (loss {loss}); the weights are as they were "
-        "before that step. Lower the learning rate, clip with max_grad_norm=1.0, look at the "
-        "batch, or pass on_nan='skip' to leave such batches out.",
+        f"the {what} of step {step} is not finite (loss {loss}); {kept}. Lower the "
+        "learning rate, clip with max_grad_norm=1.0, look at the batch, or pass on_nan='skip' to "
+        "leave such batches out.",
         step=step,
     )

@@ -26,6 +26,7 @@ from unipar.engine.divisors import Divisors
 from unipar.engine.first_step import watch_first_step
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
+from unipar.engine.kept_buffers import KeptBuffers
 from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
 from unipar.engine.losses import compute_loss
 from unipar.engine.own_loop import OwnLoop, parts_of
@@ -36,8 +37,8 @@ from unipar.engine.reducer import Reducer
 from unipar.engine.sample_checks import check_rows
 from unipar.engine.sample_dropout import OPTION, SampleDropout
 from unipar.engine.schedule import Schedule
+from unipar.engine.skips import Skips
 from unipar.engine.state import ModelState, ModuleState, export_scheduler, import_scheduler
-from unipar.engine.statistics import KeptStatistics
 from unipar.engine.stepper import OptimizerStepper, Stepper
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
@@ -152,7 +153,9 @@ class StepEngine(Engine):
         self.agreement = Agreement(optimizer, world, self.reducer)
         self.hooks: ParameterHooks | None = None
         self._last_step: LastStep | None = None
-        self._statistics = KeptStatistics(module) if spec.on_nan == "skip" else None
+        self._buffers = KeptBuffers(module) if spec.on_nan == "skip" else None
+        self._skips = Skips(tells=world.is_main)
+        self._undo.append(self._skips.close)
         self._loop = OwnLoop()
         self._untried = True
         self._divisors = Divisors(world)
@@ -296,12 +299,12 @@ class StepEngine(Engine):
             self._refuse_between()
         # Another engine's loss may have gone through this model (a GAN's generator's).
         self.reducer.clear()
-        if self._statistics is not None:
+        if self._buffers is not None:
             if self._loop.whole_step:
-                self._statistics.keep()
+                self._buffers.keep()
             else:
                 # In a loop of the user's own the first forward pass has been.
-                self._statistics.forget()
+                self._buffers.forget()
 
     def _add(
         self, loss: torch.Tensor, weight: float, count: torch.Tensor | float, *, last: bool,
@@ -392,6 +395,7 @@ class StepEngine(Engine):
             check = functools.partial(self._last_step.check, again=True)
         if moving is not None:
             moving.step()
+        self._skips.add(self.num_steps, skipped=not stepped)
         return StepResult(loss, count, norm, skipped=not stepped, check=check)
 
     def _reduce(self) -> tuple[float, float, float]:
@@ -408,11 +412,12 @@ class StepEngine(Engine):
         return reduced
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
-        if self._statistics is not None:
-            self._statistics.put_back()
+        if self._buffers is not None:
+            self._buffers.put_back()
+            self._skips.add(self.num_steps, skipped=True)
             return StepResult(loss, count, None, skipped=True)
         self.num_steps -= 1
-        raise not_finite(what, loss, self.num_steps + 1, count)
+        raise not_finite(what, loss, self.num_steps + 1, self.module, count)
 
     def _expect(self, norm: HostCopy, loss: float, moving: LRScheduler | None) -> LastStep:
         """Go on as if the gradient of this step were finite."""
@@ -427,7 +432,8 @@ class StepEngine(Engine):
             if put_back is not None:
                 put_back()
 
-        return LastStep(norm, lambda: not_finite("gradient norm", loss, step), take_back)
+        error = functools.partial(not_finite, "gradient norm", loss, step, self.module)
+        return LastStep(norm, error, take_back)
 
     def check_last_step(self) -> None:
         last, self._last_step = self._last_step, None

@@ -230,6 +230,88 @@ def test_a_step_that_is_skipped_leaves_statistics_too() -> None:
         assert net.state_dict()["0.running_mean"].isnan().all()
 
 
+def test_a_run_that_has_left_out_all_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Its scale of losses always overflows, and never falls."""
+    fixed = {"initial": 2.0**127, "growth_factor": 1, "backoff_factor": 1}
+    for taken in (3, 52):
+        with Session(
+            "single", device="cpu", on_nan="skip", precision="fp16", loss_scale=fixed
+        ) as session:
+            engine = prepare(session)
+            for _ in range(taken):
+                assert engine.train_step(batch(), squares).skipped
+    short, long = (record.getMessage() for record in caplog.records)
+    assert short.startswith("all 3 steps were left out")
+    assert long.startswith("50 steps in a row, up to step 50, were left out")
+    assert "a loss_scale with factors of 1 never does" in long
+
+
+def test_a_run_that_has_left_out_some_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with Session("single", device="cpu", on_nan="skip") as session:
+        engine = prepare(session)
+        for broken in (True, False, True):
+            assert engine.train_step(batch(sudden=broken), squares).skipped == broken
+    assert not caplog.records
+
+
+class Averaging(nn.Module):
+    """A layer that keeps averages of its own, one of them large, and a mask that is not finite."""
+
+    running: torch.Tensor
+    large: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("running", torch.zeros(3))
+        self.register_buffer("large", torch.zeros(2**15))
+        self.register_buffer("mask", torch.full((2**15,), -math.inf))
+        self.register_buffer("nothing", None)
+        self.fills = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        self.running = 0.9 * self.running + 0.1 * mean
+        if self.fills:
+            self.large.lerp_(mean[0].expand_as(self.large), 0.1)
+        return self.layer(x)
+
+
+def test_a_step_that_is_skipped_leaves_the_models_own_averages(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = Batch((MicroBatch((X * float("nan"), False), 4),), 4)
+    with Session("single", device="cpu", on_nan="skip") as session:
+        net = Averaging()
+        engine: Any = session.prepare(net, optimizer={"name": "sgd", "lr": 0.1})
+        for _ in range(3):
+            assert not engine.train_step(batch(), squares).skipped
+            before = copy.deepcopy(net.state_dict())
+            assert engine.train_step(broken, squares).skipped
+            assert all(map(torch.equal, net.state_dict().values(), before.values()))
+        assert before["running"].any()
+        assert before["large"].any()
+        assert not caplog.records
+        # What is large is not copied where steps leave it alone.
+        net.fills = False
+        for _ in range(2):
+            engine.train_step(batch(), squares)
+        net.fills = True
+        assert engine.train_step(broken, squares).skipped
+        assert "that no step before it had changed" in caplog.text
+        assert "made them: large." in caplog.text
+        assert net.large.isnan().all()
+        assert torch.equal(net.mask, before["mask"])
+
+
+def test_an_error_names_buffers_that_have_taken_the_batch_in(session: Session) -> None:
+    engine: Any = session.prepare(Averaging(), optimizer={"name": "sgd", "lr": 0.1})
+    broken = Batch((MicroBatch((X * float("nan"), False), 4),), 4)
+    with pytest.raises(NonFiniteLossError, match=r"left NaN in buffers \(running, large\)"):
+        engine.train_step(broken, squares)
+
+
 def test_a_result_is_plain_values_to_others(session: Session) -> None:
     engine = prepare(session)
     engine.train_step(batch(), squares)
