@@ -64,6 +64,48 @@ def test_verify_tells_runs_apart(script: Path, capsys: pytest.CaptureFixture[str
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_file_that_imports_the_other_is_run_and_paths_outside_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.txt").write_text("1 2")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a_helper.py").write_text("def read():\n    return open('../data.txt')\n")
+    (tmp_path / "src" / "train.py").write_text(f"import a_helper\na_helper.read()\n{SCRIPT}")
+    assert main(["migrate", str(tmp_path / "src"), "--verify"]) == 2
+    said = capsys.readouterr().err
+    assert "the original script failed" in said
+    assert "'../data.txt'\nIt ran in a copy of the directory that is migrated; what lies" in said
+
+
+ACCELERATED = """\
+import accelerate, torch
+accelerator = accelerate.Accelerator()
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.randn(32, 2), batch_size=2)
+model, opt, data = accelerator.prepare(model, opt, data)
+for x in data:
+    opt.zero_grad()
+    accelerator.backward(model(x).square().mean())
+    opt.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.thorough
+def test_processes_that_train_by_themselves_are_told_of(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(ACCELERATED)
+    assert main(["migrate", str(script), "--verify", "--steps", "4"]) == 1
+    assert "lets the processes of the original train each by itself" in capsys.readouterr().out
+    assert main(["migrate", str(script), "--verify", "--steps", "4", "--processes", "1"]) == 0
+    assert "each by itself" not in capsys.readouterr().out
+
+
 SCALED = """\
 import torch
 model = torch.nn.Linear(2, 1)

@@ -66,7 +66,7 @@ def migrate(
         against: run the migrated script alone, as --verify, and compare its losses with those of
             this file.
         args: the script's command line, for these three.
-        script: which of several files is run, likewise.
+        script: which of several files is run, where imports do not tell, likewise.
         steps: backward passes to compare, 20 unless given, and more until an optimizer has stepped
             three times; those of the record with --against.
         processes: processes of a script that a launcher starts, 2 unless given; likewise. With
@@ -157,12 +157,16 @@ def _main_file(
         processes: likewise.
         recorded: whether losses of the script as it is are read from a file, or written to one.
     """
-    if script is None and len(migrations) > 1:
+    from unipar.migrate.writing import started
+
+    names = [script] if script else [*migrations] if len(migrations) == 1 else []
+    names = names or started(program, migrations)
+    if len(names) != 1:
         raise ConfigError(
-            "several files were given: say which one is run, as in --script train.py. "
-            f"There are: {', '.join(migrations)}."
+            "several files may be what is run: say which one it is, as in --script train.py. "
+            f"There are: {', '.join(names or migrations)}."
         )
-    name = script or next(iter(migrations))
+    (name,) = names
     if name not in migrations:
         raise ConfigError(f"there is no {name} in {program.root}: {', '.join(migrations)}.")
     main = next(one for one in migrations.values() if one.changed)

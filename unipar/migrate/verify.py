@@ -25,6 +25,11 @@ from unipar.utils.scratch import scratch
 
 TOLERANCE = 1e-5
 """Relative difference up to which losses agree: what summing in another order makes in fp32."""
+_ALONE = (
+    "Without a GPU, Accelerate lets the processes of the original train each by itself, on all of\n"
+    "the data, unless it says Accelerator(cpu=True); those of the migrated script train together.\n"
+    "Compare on one, --processes 1; or --record where the original has GPUs, and --against here."
+)
 PROCESSES = 2
 """How many a launcher starts, unless it is told."""
 _MOST_BYTES = 200 * 2**20
@@ -95,6 +100,7 @@ class Run:
         versions: of Python, torch, and the frameworks that the script has imported.
         steps: of an optimizer, that some of the losses come after.
         moved: how far norms of weights are from the first then; ``None`` where none could be read.
+        alone: whether its processes trained each by itself.
     """
 
     losses: dict[int, list[float]]
@@ -104,6 +110,7 @@ class Run:
     versions: Mapping[str, str]
     steps: int
     moved: float | None
+    alone: bool = False
 
 
 def verify(
@@ -155,7 +162,8 @@ def verify(
         return Proof(first.losses, losses, about=about, steps=first.steps, moved=first.moved)
 
     if launcher != "python" or processes in (None, 1):
-        return checked(proof(losses_of(root, script, files, start, environ=environ, **where)))
+        ranks = losses_of(root, script, files, start, environ=environ, **where)
+        return checked(proof(ranks, _ALONE if first.alone else ""))
     if len(first.losses) > 1:
         raise ConfigError(
             f"{script} starts its own processes, so it alone says how many it has. Leave "
@@ -262,7 +270,7 @@ def run_of(
     return Run(
         {rank: one["losses"] for rank, one in sorted(found.items())}, device,
         tuple(first["formats"]), any(one["drawn"] for one in found.values()), first["versions"],
-        taken, max(moved, default=None),
+        taken, max(moved, default=None), first["alone"],
     )  # fmt: skip
 
 
@@ -318,9 +326,15 @@ def _run(
     finally:
         _kill(process)
     if process.returncode:
+        where = ""
+        if "No such file or directory" in output:
+            where = (
+                "\nIt ran in a copy of the directory that is migrated; what lies outside is not "
+                "beside that. Give such paths in full: --args '...'."
+            )
         raise ConfigError(
             f"the {name} script failed ({' '.join(command)} gave {process.returncode}):\n"
-            + _last_words(output)
+            f"{_last_words(output)}{where}"
         )
 
 

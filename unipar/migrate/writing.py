@@ -169,7 +169,7 @@ def plan_output(
         place = output or _beside(program.root)
     configs = {
         PurePosixPath(one).with_name(CONFIG).as_posix()
-        for one in [*_started(program, migrations), *([script] if script else [])]
+        for one in [*started(program, migrations), *([script] if script else [])]
     } or {CONFIG}
     text = {path: migrations[name].code for name, path in targets.items()}
     text |= {place / one: config_text(main) for one in sorted(configs)}
@@ -269,8 +269,8 @@ def _targets(
     }  # fmt: skip
 
 
-def _started(program: Program, migrations: Mapping[str, Migration]) -> list[str]:
-    """The scripts that come to what is migrated."""
+def started(program: Program, migrations: Mapping[str, Migration]) -> list[str]:
+    """The files that are run, as far as imports tell, and come to what is migrated."""
     trees = {
         name: ast.parse(Notebook(name, text).script if name.endswith(SUFFIX) else text)
         for name, text in program.files.items()

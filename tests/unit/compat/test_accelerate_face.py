@@ -409,6 +409,11 @@ def test_micro_batches_may_be_kept_local_by_the_model_as_under_ddp() -> None:
     optimizer.step()
 
 
+def test_fp16_on_a_cpu_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert Accelerator(cpu=True, mixed_precision="fp16").mixed_precision == "fp16"
+    assert "Accelerate 1.15 computes in fp32 there" in caplog.text
+
+
 def test_batches_are_cut_up_by_the_configuration_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert not Accelerator(cpu=True, split_batches=True).split_batches
     assert "DataLoaderConfiguration(split_batches=True) where it is meant" in caplog.text

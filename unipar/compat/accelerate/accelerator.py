@@ -210,6 +210,11 @@ class Accelerator(Exchange, Keeping):
         precision = current.config.precision
         self._half = None if precision == "fp32" else COMPUTE_DTYPES[precision]
         self._may_skip = precision == "fp16" or current.config.on_nan == "skip"
+        if precision == "fp16" and self.device.type == "cpu":
+            log.warning(
+                "this run computes in fp16 on CPUs, as it is asked to; Accelerate 1.15 computes in "
+                "fp32 there. Say mixed_precision='no' where that is meant."
+            )
 
     # -- preparing -------------------------------------------------------------------------------
 

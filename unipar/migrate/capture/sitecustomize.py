@@ -100,12 +100,20 @@ def _circumstances(torch, loss):
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _FRAMEWORKS}
     return {
         "device": device,
+        "alone": _alone(),
         "formats": sorted(str(one).removeprefix("torch.") for one in formats),
         "versions": {
             "Python": ".".join(map(str, sys.version_info[:3])),
             **{name: str(found) for name, found in loaded.items() if found is not None},
         },
     }
+
+
+def _alone():
+    """Whether Accelerate lets this process, one of several, train by itself."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    processes = getattr(state, "_shared_state", {}).get("num_processes")
+    return processes == 1 < int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _graph(loss):
