@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from unipar.errors import ConfigError
+from unipar.utils.console import open_console
 
 if TYPE_CHECKING:
     from unipar.migrate.notes import Migration
@@ -187,18 +189,26 @@ def _record(
     from unipar.migrate.verify import PROCESSES
 
     name, main = _main_file(program, migrations, script, processes, recorded=True)
-    found = records.record(
-        program.root,
-        name,
-        records.digests(program.files, program.settings),
-        launcher=main.launcher,
-        arguments=shlex.split(args or ""),
-        steps=STEPS if steps is None else steps,
-        processes=PROCESSES if processes is None else processes,
-        launched=main.launched,
-    )
+    with _shown(f"running {name}"):
+        found = records.record(
+            program.root,
+            name,
+            records.digests(program.files, program.settings),
+            launcher=main.launcher,
+            arguments=shlex.split(args or ""),
+            steps=STEPS if steps is None else steps,
+            processes=PROCESSES if processes is None else processes,
+            launched=main.launched,
+        )
     records.write(found, path)
     print(f"wrote {path}: losses of {records.ranks(found.losses)} on {found.device}")
+
+
+def _shown(what: str) -> AbstractContextManager[object]:
+    """Show on a terminal that a run goes on."""
+    from rich.text import Text
+
+    return open_console(stderr=True).status(Text(f"{what} …"))
 
 
 def _prove(
@@ -219,19 +229,21 @@ def _prove(
         records.check(
             found, program.root, name, arguments=arguments, steps=steps, processes=processes
         )
-        proof = records.prove(found, program.root, migrated, config, launcher=main.launcher)
+        with _shown(f"running the migrated {name}"):
+            proof = records.prove(found, program.root, migrated, config, launcher=main.launcher)
     else:
-        proof = verify(
-            program.root,
-            name,
-            migrated,
-            config,
-            launcher=main.launcher,
-            arguments=arguments or (),
-            steps=STEPS if steps is None else steps,
-            processes=processes,
-            launched=main.launched,
-        )
+        with _shown(f"running {name}, as it is and migrated"):
+            proof = verify(
+                program.root,
+                name,
+                migrated,
+                config,
+                launcher=main.launcher,
+                arguments=arguments or (),
+                steps=STEPS if steps is None else steps,
+                processes=processes,
+                launched=main.launched,
+            )
     print(losses(proof))
     return proof
 
