@@ -283,7 +283,7 @@ def test_a_step_that_is_skipped_leaves_the_models_own_averages(
 ) -> None:
     broken = Batch((MicroBatch((X * float("nan"), False), 4),), 4)
     with Session("single", device="cpu", on_nan="skip") as session:
-        net = Averaging()
+        net, before = Averaging(), {}
         engine: Any = session.prepare(net, optimizer={"name": "sgd", "lr": 0.1})
         for _ in range(3):
             assert not engine.train_step(batch(), squares).skipped
