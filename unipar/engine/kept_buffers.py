@@ -64,9 +64,10 @@ class KeptBuffers:
             for path, owner, name in self._places
             if owner.training and (tensor := getattr(owner, name)) is not None
         ]
-        self._copies = with_copies(
-            one.tensor for one in self._kept if one.path not in self._constant
-        )
+        changing = [one.tensor.detach() for one in self._kept if one.path not in self._constant]
+        self._copies = with_copies(one for one in changing if type(one) is torch.Tensor)
+        # A DTensor (torch 2.13), for one, cannot be copied together with others.
+        self._copies += [(one, one.clone()) for one in changing if type(one) is not torch.Tensor]
 
     def forget(self) -> None:
         """Have nothing to put back."""

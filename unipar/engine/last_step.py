@@ -111,7 +111,11 @@ def not_finite(
     """
     kept = "the weights are as they were before that step"
     # A mask may well be infinite.
-    spoilt = [name for name, buffer in module.named_buffers() if buffer.isnan().any()]
+    spoilt = [
+        name for name, buffer in module.named_buffers()
+        # Formats of 8 bits know no isnan.
+        if buffer.is_floating_point() and buffer.float().isnan().any()
+    ]  # fmt: skip
     if spoilt:
         kept += (
             f", but the forward pass has left NaN in buffers ({first_few(spoilt)}): load them from "

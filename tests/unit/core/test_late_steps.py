@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import lr_scheduler
 
 import unipar
 from unipar import Callback, NonFiniteLossError, Session, StepRecord
 from unipar.data.batch import Batch, MicroBatch
+from unipar.engine.kept_buffers import KeptBuffers
+from unipar.state import local_part
 from unipar.testing.models import with_infinite_gradient
+from unipar.testing.pool import WorldPools
 from unipar.utils.host_copy import HostCopy
+from unipar.world import Placement, join
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -268,6 +274,7 @@ class Averaging(nn.Module):
         self.register_buffer("large", torch.zeros(2**15))
         self.register_buffer("mask", torch.full((2**15,), -math.inf))
         self.register_buffer("nothing", None)
+        self.register_buffer("eighths", torch.zeros(2).to(torch.float8_e4m3fn))
         self.fills = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -303,6 +310,23 @@ def test_a_step_that_is_skipped_leaves_the_models_own_averages(
         assert "made them: large." in caplog.text
         assert net.large.isnan().all()
         assert torch.equal(net.mask, before["mask"])
+
+
+def put_back(placement: Placement) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (join(placement).size,))
+    net = Averaging()
+    net.running = distribute_tensor(net.running, mesh, [Replicate()])
+    kept = KeptBuffers(net)
+    kept.keep()
+    for buffer in (net.running, net.large):
+        buffer.add_(1)
+    kept.put_back()
+    return [local_part(net.running), net.large]
+
+
+def test_buffers_that_are_divided_are_put_back(world_pool: WorldPools) -> None:
+    (found,) = world_pool(1).run(put_back)
+    assert not any(one.any() for one in found)
 
 
 def test_an_error_names_buffers_that_have_taken_the_batch_in(session: Session) -> None:
