@@ -159,10 +159,10 @@ def _main_file(
         processes: likewise.
         recorded: whether losses of the script as it is are read from a file, or written to one.
     """
-    from unipar.migrate.writing import started
+    from unipar.migrate.writing import runnable
 
     names = [script] if script else [*migrations] if len(migrations) == 1 else []
-    names = names or started(program, migrations)
+    names = names or runnable(program)
     if len(names) != 1:
         raise ConfigError(
             "several files may be what is run: say which one it is, as in --script train.py. "

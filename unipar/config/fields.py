@@ -275,8 +275,8 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     are when they hang."""
     on_nan: OnNaN = "raise"
     """What a loss that is not finite does: stop the run, skip the step, or nothing. `fit` and
-    `engine.train_step` leave buffers (statistics of batch norms) as they were, too, where a step is
-    skipped."""
+    `engine.train_step` leave buffers (statistics of batch norms) as they were, too, where such a
+    step is skipped."""
     output_dir: RunPath | None = None
     """Where the run's files go; left out: a new directory in `runs`, named by time."""
     loggers: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.combined import CombinedScheduler
+from unipar.engine.kept_buffers import has_nan
 from unipar.errors import NonFiniteLossError, first_few
 from unipar.utils.host_copy import HostCopy
 
@@ -111,15 +112,11 @@ def not_finite(
     """
     kept = "the weights are as they were before that step"
     # A mask may well be infinite.
-    spoilt = [
-        name for name, buffer in module.named_buffers()
-        # Formats of 8 bits know no isnan.
-        if buffer.is_floating_point() and buffer.float().isnan().any()
-    ]  # fmt: skip
+    spoilt = [name for name, buffer in module.named_buffers() if has_nan(buffer)]
     if spoilt:
         kept += (
-            f", but the forward pass has left NaN in buffers ({first_few(spoilt)}): load them from "
-            "a checkpoint"
+            f", but there is NaN in buffers of the model ({first_few(spoilt)}): load them from a "
+            "checkpoint if its forward pass has put it there"
         )
     if count == 0:
         return NonFiniteLossError(

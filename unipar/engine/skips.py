@@ -31,7 +31,7 @@ class Skips:
 
     def close(self) -> None:
         """Look at the whole of them, at the end."""
-        if self._in_row and not self._taken and not self._told:
+        if self._in_row > 1 and not self._taken and not self._told:
             self._tell(f"all {self._in_row} steps")
 
     def _tell(self, which: str) -> None:

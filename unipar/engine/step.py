@@ -395,6 +395,8 @@ class StepEngine(Engine):
             check = functools.partial(self._last_step.check, again=True)
         if moving is not None:
             moving.step()
+        if self._buffers is not None:
+            self._buffers.take()
         self._skips.add(self.num_steps, skipped=not stepped)
         return StepResult(loss, count, norm, skipped=not stepped, check=check)
 

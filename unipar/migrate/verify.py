@@ -7,11 +7,12 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -163,7 +164,8 @@ def verify(
 
     if launcher != "python" or processes in (None, 1):
         ranks = losses_of(root, script, files, start, environ=environ, **where)
-        return checked(proof(ranks, _ALONE if first.alone else ""))
+        found = checked(proof(ranks))
+        return replace(found, about=_ALONE) if first.alone and not found.agrees else found
     if len(first.losses) > 1:
         raise ConfigError(
             f"{script} starts its own processes, so it alone says how many it has. Leave "
@@ -326,15 +328,15 @@ def _run(
     finally:
         _kill(process)
     if process.returncode:
-        where = ""
-        if "No such file or directory" in output:
+        said, where = _last_words(output), ""
+        if re.search("No such file or directory: '[^/]", said):
             where = (
                 "\nIt ran in a copy of the directory that is migrated; what lies outside is not "
                 "beside that. Give such paths in full: --args '...'."
             )
         raise ConfigError(
             f"the {name} script failed ({' '.join(command)} gave {process.returncode}):\n"
-            f"{_last_words(output)}{where}"
+            f"{said}{where}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import filecmp
 import os
+import re
 import shutil
 import subprocess
 import tokenize
@@ -169,7 +170,7 @@ def plan_output(
         place = output or _beside(program.root)
     configs = {
         PurePosixPath(one).with_name(CONFIG).as_posix()
-        for one in [*started(program, migrations), *([script] if script else [])]
+        for one in [*_started(program, migrations), *([script] if script else [])]
     } or {CONFIG}
     text = {path: migrations[name].code for name, path in targets.items()}
     text |= {place / one: config_text(main) for one in sorted(configs)}
@@ -269,13 +270,25 @@ def _targets(
     }  # fmt: skip
 
 
-def started(program: Program, migrations: Mapping[str, Migration]) -> list[str]:
-    """The files that are run, as far as imports tell, and come to what is migrated."""
+def runnable(program: Program) -> list[str]:
+    """The files that no other imports, tests aside."""
     trees = {
+        name: tree for name, tree in _trees(program).items()
+        if not re.search(r"(^|/)(test_[^/]*|[^/]*_test|conftest)\.", name)
+    }  # fmt: skip
+    return scripts(trees, trees)
+
+
+def _started(program: Program, migrations: Mapping[str, Migration]) -> list[str]:
+    """The scripts that come to what is migrated."""
+    return scripts(_trees(program), [name for name, one in migrations.items() if one.changed])
+
+
+def _trees(program: Program) -> dict[str, ast.Module]:
+    return {
         name: ast.parse(Notebook(name, text).script if name.endswith(SUFFIX) else text)
         for name, text in program.files.items()
     }
-    return scripts(trees, [name for name, one in migrations.items() if one.changed])
 
 
 def _beside(root: Path) -> Path:

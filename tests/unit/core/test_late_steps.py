@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 import unipar
 from unipar import Callback, NonFiniteLossError, Session, StepRecord
 from unipar.data.batch import Batch, MicroBatch
-from unipar.engine.kept_buffers import KeptBuffers
+from unipar.engine.kept_buffers import KeptBuffers, has_nan
 from unipar.state import local_part
 from unipar.testing.models import with_infinite_gradient
 from unipar.testing.pool import WorldPools
@@ -300,16 +300,82 @@ def test_a_step_that_is_skipped_leaves_the_models_own_averages(
         assert before["running"].any()
         assert before["large"].any()
         assert not caplog.records
-        # What is large is not copied where steps leave it alone.
-        net.fills = False
-        for _ in range(2):
-            engine.train_step(batch(), squares)
-        net.fills = True
-        assert engine.train_step(broken, squares).skipped
-        assert "that no step before it had changed" in caplog.text
-        assert "made them: large." in caplog.text
-        assert net.large.isnan().all()
-        assert torch.equal(net.mask, before["mask"])
+
+
+def test_what_is_large_is_copied_where_the_first_step_has_changed_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = Averaging()
+    kept = KeptBuffers(net)
+    net.fills = False
+    kept.keep()
+    net(X)
+    kept.take()
+    before = net.running.clone()
+    net.fills = True
+    kept.keep()
+    net(X * math.nan)
+    kept.put_back()
+    assert "NaN in buffers that the first step had not changed" in caplog.text
+    assert caplog.text.rstrip().endswith("not copied: large. Load them from a checkpoint.")
+    assert torch.equal(net.running, before)
+
+
+class Strange(nn.Module):
+    """Buffers that are not plain, of which the last two are changed by those who hold them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            made = torch.ones(3)
+        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.strided)
+        for name, one in {
+            "expanded": torch.zeros(1).expand(2**15),
+            "sparse": torch.eye(3).to_sparse(),
+            "rows": torch.eye(3).to_sparse_csr(),
+            "inferred": made,
+            "meta": torch.empty(3, device="meta"),
+            "nested": nested,
+            "gone": torch.zeros(3),
+            "packed": torch.zeros(2**16, dtype=torch.uint8),
+            "late": None,
+        }.items():
+            self.register_buffer(name, one)
+        shared = torch.zeros(3)
+        self.register_buffer("one", shared)
+        self.register_buffer("other", shared)
+        self.wide = nn.BatchNorm1d(20_000)
+        self.teacher = nn.BatchNorm1d(3).eval()
+
+    def forward(self, x: torch.Tensor) -> None:
+        if hasattr(self, "gone"):
+            del self.gone
+        self.late = torch.zeros(3) if self.late is None else self.late.lerp(x.mean(0), 0.5)
+        self.other = self.other + x.mean()
+        assert self.teacher.running_mean is not None
+        self.teacher.running_mean.lerp_(x.mean(0), 0.5)
+        self.wide(x[:, :1].expand(-1, 20_000))
+
+
+def test_buffers_of_any_kind_are_put_back_or_left_alone() -> None:
+    net, before = Strange(), {}
+    kept = KeptBuffers(net)
+    for _ in range(3):
+        kept.keep()
+        net(X)
+        kept.take()
+        before = {
+            name: one.clone() for name, one in net.named_buffers(remove_duplicate=False)
+            if name in ("late", "one", "other") or name.startswith(("wide.", "teacher."))
+        }  # fmt: skip
+        kept.keep()
+        net(X * math.nan)
+        kept.put_back()
+        now = dict(net.named_buffers(remove_duplicate=False))
+        assert all(torch.equal(now[name], one) for name, one in before.items())
+    assert len(before) == 9
+    assert before["late"].any()
+    assert not any(has_nan(one) for one in net.buffers())
 
 
 def put_back(placement: Placement) -> list[torch.Tensor]:
@@ -332,7 +398,7 @@ def test_buffers_that_are_divided_are_put_back(world_pool: WorldPools) -> None:
 def test_an_error_names_buffers_that_have_taken_the_batch_in(session: Session) -> None:
     engine: Any = session.prepare(Averaging(), optimizer={"name": "sgd", "lr": 0.1})
     broken = Batch((MicroBatch((X * float("nan"), False), 4),), 4)
-    with pytest.raises(NonFiniteLossError, match=r"left NaN in buffers \(running, large\)"):
+    with pytest.raises(NonFiniteLossError, match=r"NaN in buffers of the model \(running, large\)"):
         engine.train_step(broken, squares)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from unipar.cli import main
 from unipar.migrate.verify import Proof, Run
+from unipar.migrate.writing import read, runnable
 
 SCRIPT = """\
 import torch
@@ -319,3 +320,21 @@ def test_an_original_kept_before_is_not_written_over(
     assert "train.py.orig is there already" in capsys.readouterr().err
     assert kept.read_text() == "the first one"
     assert script.read_text() == SCRIPT
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"train.py": "import parts", "parts.py": "", "test_train.py": "import train"},
+         ["train.py"]),
+        # Nobody can see what this imports.
+        ({"main.py": "import importlib", "train.py": "import parts", "parts.py": ""},
+         ["main.py", "train.py"]),
+    ],
+)  # fmt: skip
+def test_what_no_other_file_imports_is_run(
+    files: dict[str, str], found: list[str], tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert runnable(read([tmp_path])) == found

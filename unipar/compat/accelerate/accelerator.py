@@ -210,7 +210,8 @@ class Accelerator(Exchange, Keeping):
         precision = current.config.precision
         self._half = None if precision == "fp32" else COMPUTE_DTYPES[precision]
         self._may_skip = precision == "fp16" or current.config.on_nan == "skip"
-        if precision == "fp16" and self.device.type == "cpu":
+        on_cpu = self.device.type == "cpu" and not self._by_deepspeed
+        if precision == asked.get("precision") == "fp16" and on_cpu and self.is_main_process:
             log.warning(
                 "this run computes in fp16 on CPUs, as it is asked to; Accelerate 1.15 computes in "
                 "fp32 there. Say mixed_precision='no' where that is meant."
