@@ -161,12 +161,11 @@ def _main_file(
     """
     from unipar.migrate.writing import runnable
 
-    names = [script] if script else [*migrations] if len(migrations) == 1 else []
-    names = names or runnable(program)
+    names = [script] if script else runnable(program) or [*migrations]
     if len(names) != 1:
         raise ConfigError(
             "several files may be what is run: say which one it is, as in --script train.py. "
-            f"There are: {', '.join(names or migrations)}."
+            f"There are: {', '.join(names)}."
         )
     (name,) = names
     if name not in migrations:
