@@ -22,6 +22,7 @@ from unipar.checkpoint.directory import publish, remove
 from unipar.checkpoint.manifest import MANIFEST, Manifest
 from unipar.checkpoint.names import TEMPORARY, named_step
 from unipar.errors import CheckpointError
+from unipar.utils.replacing import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +176,8 @@ class RemoteDirectory:
             if path.is_file() and path.stat().st_size == sizes[name]:
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{path.name}.part")
-            with self._explained("read"):
-                self._fs.get_file(self._path(step, name), str(part))
-            part.replace(path)
+            with replacing(path) as partial, self._explained("read"):
+                self._fs.get_file(self._path(step, name), str(partial))
 
         with ThreadPoolExecutor(self._at_once) as pool:
             list(pool.map(one, sizes))

@@ -19,6 +19,7 @@ from typing import Any
 
 from unipar.errors import ConfigError
 from unipar.launch.rundir import Attempt, RunDir
+from unipar.utils.replacing import replacing
 
 REQUEST = "resize"
 """The name of the file in a run's output directory that asks for another number of ranks."""
@@ -108,9 +109,8 @@ class Member:
 
     def handed_over(self, since: float) -> None:
         """Say, on one rank, that the state is complete, and when its ranks stopped training."""
-        partial = self._attempt.handed_over.with_suffix(".partial")
-        partial.write_text(str(since))
-        partial.replace(self._attempt.handed_over)
+        with replacing(self._attempt.handed_over) as partial:
+            partial.write_text(str(since))
 
     def another_is_lost(self) -> bool:
         """Whether a rank is gone and the run goes on; waits a moment for the launching process."""

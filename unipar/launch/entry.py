@@ -26,6 +26,7 @@ from unipar.launch.elastic import open_member
 from unipar.launch.failure import Kind, open_notes, write_failure
 from unipar.launch.rundir import Attempt, RunDir, fresh
 from unipar.utils.progress_marks import open_marks
+from unipar.utils.replacing import replacing
 from unipar.utils.scratch import temporary_files
 from unipar.utils.signals import passed_on
 from unipar.utils.subprocesses import end_with
@@ -162,10 +163,8 @@ def _save(value: Any, path: Path) -> None:
             f"Rank 0 returned a {type(value).__name__}, which cannot be sent to the calling "
             f"process: {error}. Return plain values, tensors or arrays."
         ) from error
-    partial = path.with_suffix(".partial")
-    with temporary_files():
+    with temporary_files(), replacing(path) as partial:
         partial.write_bytes(data)
-        partial.rename(path)
 
 
 def _joined(start: dict[str, Any]) -> Placement:

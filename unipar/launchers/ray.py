@@ -38,6 +38,7 @@ from unipar.strategy import Availability
 from unipar.utils.devices import DeviceChoice, DeviceRange
 from unipar.utils.environ import environ
 from unipar.utils.numbers import PositiveFloat, PositiveInt
+from unipar.utils.replacing import replacing
 
 log = logging.getLogger("unipar.launch")
 
@@ -310,9 +311,8 @@ class _Report(Callback):
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._values))
-        partial.replace(self._path)
+        with replacing(self._path) as partial:
+            partial.write_text(json.dumps(self._values))
 
 
 def _trainer(task: Task, options: RayOptions, command: list[str]) -> Any:

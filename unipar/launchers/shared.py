@@ -25,6 +25,7 @@ from unipar.launch.rundir import Attempt, RunDir, fresh
 from unipar.launch.worker import WORKER
 from unipar.launchers.handle import Handle
 from unipar.launchers.task import Task
+from unipar.utils.replacing import replacing
 
 LAST_LINES = 15
 """Of what a system or its command has printed, for an error."""
@@ -83,9 +84,8 @@ class SharedRun:
     def interrupt(self, number: signal.Signals) -> None:
         """Ask rank 0 to send itself a signal; the ranks agree on it in their next step."""
         self.asked_to_end |= number != self.task.save_signal
-        partial = self.files.request.with_suffix(".partial")
-        partial.write_text(str(number.value))
-        partial.replace(self.files.request)
+        with replacing(self.files.request) as partial:
+            partial.write_text(str(number.value))
 
     def finished(self) -> list[int]:
         """The ranks whose function has returned."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from unipar.callbacks import Callback, RunInfo, RunResult, StepRecord
+from unipar.utils.replacing import replacing
 
 Evaluation = tuple[int, dict[str, float]]
 
@@ -64,9 +65,8 @@ class KeptHistory(Callback):
 
     def _replace(self, text: str) -> None:
         # A process that is killed meanwhile leaves the one or the other, and no part.
-        partial = self._evaluations.with_suffix(".partial")
-        partial.write_text(text)
-        partial.replace(self._evaluations)
+        with replacing(self._evaluations) as partial:
+            partial.write_text(text)
 
     def on_run_start(self, run: RunInfo) -> None:
         # Each row is in the file when the step has ended, whatever becomes of the process.

@@ -13,6 +13,7 @@ from typing import TextIO
 from unipar.callbacks.loggers.base import Logger
 from unipar.callbacks.records import RunInfo
 from unipar.errors import ConfigError
+from unipar.utils.replacing import replacing
 
 
 class JSONLLogger(Logger):
@@ -97,9 +98,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, float | None], str]]:
 
 def _truncate(path: Path, last_step: int) -> None:
     """Keep the rows up to ``last_step``; a crash leaves either the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as kept:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as kept:
         kept.writelines(line for row, line in _rows(path) if (row["step"] or 0) <= last_step)
         kept.flush()
         os.fsync(kept.fileno())
-    temporary.replace(path)
