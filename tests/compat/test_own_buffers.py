@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_buffers_that_are_not_broadcast_are_each_ranks_own(world_pool: Any, stra
         torch.testing.assert_close(found[rank], by_hand(DATA[:, rank]))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "horovod"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "horovod", "zero2"])
 def test_by_default_they_begin_each_step_as_those_of_rank_0(world_pool: Any, strategy: str) -> None:
     first, second = world_pool(2).run(under, strategy, train, True)
     torch.testing.assert_close(first, by_hand(DATA[:, 0]))
@@ -133,4 +134,51 @@ def with_targets(ddp: bool) -> list[float]:
 def test_an_evaluation_may_come_between_forward_and_backward_pass(world_pool: Any) -> None:
     assert world_pool(2).run(under, "ddp", with_targets, False) == [
         pytest.approx(one) for one in world_pool(2).run(under, "ddp", with_targets, True)
+    ]
+
+
+class Centered(nn.Module):
+    """Computes with a buffer that its passes change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        moved = self.scale * (samples - self.center)
+        self.center = 0.5 * self.center + 0.5 * samples.mean(0)
+        return moved.square().mean()
+
+
+def accumulate(ddp: bool, apart: bool) -> list[float]:
+    """Losses of steps of three passes."""
+    accelerator = Accelerator()
+    model = Centered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if ddp:
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for shares in DATA:
+        for number, samples in enumerate(shares[accelerator.process_index].split(2)):
+            no_sync = model.no_sync() if ddp else accelerator.no_sync(model)
+            with no_sync if apart and number < 2 else contextlib.nullcontext():
+                loss = model(samples) / 3
+                loss.backward() if ddp else accelerator.backward(loss)
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_passes_of_a_step_begin_so_where_those_of_ddp_do(
+    world_pool: Any, strategy: str, apart: bool
+) -> None:
+    found = world_pool(2).run(under, strategy, accumulate, False, apart)
+    assert found == [
+        pytest.approx(one) for one in world_pool(2).run(under, "ddp", accumulate, True, apart)
     ]

@@ -13,7 +13,7 @@ import torch
 from unipar.checkpoint.load import agree
 from unipar.compat.fp32_outputs import cast
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer, nested, outer
-from unipar.compat.models import Calls, PreparedModel, Training
+from unipar.compat.models import Calls, PreparedModel
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.engine import StepEngine, broadcast_tensors
 from unipar.engine.replicas import unlike
@@ -39,7 +39,6 @@ class AdoptedModel(PreparedModel):
 
     Attributes:
         called: whether it was called since its last backward pass, so as to be trained.
-        wrapped: whether it is called by the wrapper that the script has put around it.
         around: whether DDP wraps it, and was not called since the last backward pass.
         listed: its weights, when these were last looked at.
         versions: the same, and how often each had been written to when ranks last had the same.
@@ -51,7 +50,6 @@ class AdoptedModel(PreparedModel):
     face_calls: ClassVar[Calls] = _CALLS
     guards_module: ClassVar[bool] = False
     called: bool
-    wrapped: bool
     around: bool
     listed: list[torch.Tensor]
     versions: list[tuple[torch.Tensor, int]] | None
@@ -61,10 +59,12 @@ class AdoptedModel(PreparedModel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # By the script, if at all.
+        self._unipar_shared = True
         self.__dict__["versions"], self.__dict__["evened"] = None, 0
         self.__dict__["listed"] = list[torch.Tensor]()
         self.__dict__["told_unlike"], self.__dict__["gives"] = False, None
-        self.__dict__["called"] = self.__dict__["wrapped"] = self.__dict__["around"] = False
+        self.__dict__["called"] = self.__dict__["around"] = False
 
     @property
     def world(self) -> World:
@@ -92,10 +92,8 @@ class AdoptedModel(PreparedModel):
         """Whether ranks sum gradients block after block, so that all are to use the same ones."""
         return bool(self._unipar_session.capabilities.sharded)
 
-    def _share_buffers(self, training: Training) -> None:
-        # DDP's forward does it, and ranks need not evaluate together around it.
-        if torch.is_grad_enabled() or self.wrapped:
-            super()._share_buffers(training)
+    def _begin_pass(self) -> None:
+        """Nothing: DDP's own forward does it, and ranks need not evaluate together around it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

@@ -68,7 +68,6 @@ class Adoption(Adopter):
             again = self._again(model, args, kwargs)
             if again is not None:
                 return again(*args, **kwargs)
-        model.__dict__["wrapped"] = self.through
         if torch.is_grad_enabled():
             model.__dict__["around"] = not self.through and (model.around or not model.called)
         if self.gathers and model.world.device.type != "cpu":
@@ -190,12 +189,14 @@ class Adoption(Adopter):
                     check_alike({"the loss": loss}, one.world, divides=divides)
             for each in found:
                 each.keep_what_is_there()
-                each.synced |= not self.within
+                each.synced |= not current.unsynced
             self._scale_as_asked(loss, found)
             with drawing_again(one.world.device), self._unscaling(loss, found):
                 one.backward(
                     loss * size if one.summed else loss,
-                    likely_last=(self.sums_in_backward and not (self.accumulates or self.within)),
+                    likely_last=(
+                        self.sums_in_backward and not (self.accumulates or current.unsynced)
+                    ),
                     beside=beside,
                 )
         return True

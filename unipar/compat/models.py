@@ -13,7 +13,7 @@ from torch import nn
 
 from unipar.compat.fp32_outputs import fp32
 from unipar.compat.gathering import GatheredModel, OnRank0
-from unipar.compat.run import own_randomness
+from unipar.compat.run import current, own_randomness
 from unipar.engine import StepEngine, broadcast_tensors, replace_forward
 from unipar.engine.graphs import nodes_behind
 from unipar.engine.outputs import tensors_of
@@ -54,14 +54,14 @@ class Training:
         engine: of the session.
         drop: drops the gradients that there are.
         failed: whether a forward or a backward pass of this step has raised an error.
+        shares_buffers: whether passes begin with rank 0's buffers where those of DDP do.
         called: whether the model was called for gradients since the last step.
-        stale: whether it was since every rank has had rank 0's buffers.
         uses_alike: whether all ranks have used the same parameters in this step, as far as is seen.
     """
 
     def __init__(self, engine: Engine, drop: Callable[..., None]) -> None:
         self.engine, self.drop = engine, drop
-        self.failed = self.called = self.stale = False
+        self.shares_buffers = self.failed = self.called = False
         self.uses_alike = True
 
 
@@ -104,6 +104,7 @@ class PreparedModel(nn.Module):
         self._unipar_session, self._unipar_half, self._unipar_device = session, half, device
         self._unipar_widens = widens and half is not None
         self._unipar_shared, self._unipar_bare = False, None
+        self._unipar_syncs = True
         # Scripts may hold parameters from before the strategy puts others in their place.
         state = module.state_dict()
         self.whole_shapes = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
@@ -128,10 +129,11 @@ class PreparedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         training = self.training_by
+        self._begin_pass()
         if training is None:
             output = self._by_itself(args, kwargs)
         else:
-            self._share_buffers(training)
+            training.called |= torch.is_grad_enabled()
             try:
                 output = training.engine(*args, **kwargs)
             except BaseException:
@@ -147,14 +149,25 @@ class PreparedModel(nn.Module):
             self._note(training, output, (args, kwargs))
         return output
 
-    def _share_buffers(self, training: Training) -> None:
-        """Evaluate with rank 0's buffers, where DDP's forward gives them to all. Collective."""
-        if torch.is_grad_enabled():
-            training.called = training.stale = True
-        elif training.stale and isinstance(training.engine, StepEngine):
-            training.stale = False
-            if training.engine.reducer.shares_buffers:
-                training.engine.reducer.share_buffers()
+    def _begin_pass(self) -> None:
+        """Begin with rank 0's buffers where DDP's forward does (torch 2.13). Collective."""
+        due = self._unipar_syncs
+        self._unipar_syncs = torch.is_grad_enabled() and not current.unsynced
+        if due:
+            self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Take rank 0's buffers, if the script has replicas that do. Collective."""
+        training = self.training_by
+        if training is not None and training.shares_buffers:
+            assert isinstance(training.engine, StepEngine)
+            training.engine.reducer.share_buffers()
+
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of what ranks have made of buffers that they have had alike."""
+        if not self._unipar_shared:
+            return {}
+        return {name: one.detach().clone() for name, one in self.module.named_buffers()}
 
     def _by_itself(self, args: Any, kwargs: Any) -> Any:
         self.share_weights()

@@ -23,6 +23,7 @@ from unipar.engine.divisions import constructor_arguments
 from unipar.errors import ConfigError, first_few
 from unipar.loss import LossSum
 from unipar.session import Session
+from unipar.state import is_dtensor
 from unipar.strategy import Engine, StepResult
 
 log = logging.getLogger("unipar")
@@ -141,8 +142,13 @@ class PreparedOptimizer(Optimizer):
         if "name" not in asked:
             _release_unused(session)
             asked["name"] = _unused_name(session)
+        own = {} if self.alike else model.own_buffers()
         with own_randomness(session.world.device):
             engine = session.prepare(model.module, optimizer=self._over(model), **asked)
+        for name, buffer in engine.module.named_buffers():
+            if name in own and not is_dtensor(buffer):
+                buffer.detach().copy_(own[name])
+        shares = False
         # Looked at in every backward pass, in which a model is not to be gone through.
         self._may_thaw = [
             (name, weakref.ref(parameter))
@@ -175,15 +181,18 @@ class PreparedOptimizer(Optimizer):
             # A script's own functions in the backward pass are to find what they find natively.
             engine.average.keeps_scale = True
             if self.own_buffers or current.asks_for_own_buffers():
-                engine.reducer.shares_buffers = False
+                shares = False
             elif session.capabilities.sharded:
-                # Other strategies evaluate as DDP would.
-                engine.reducer.shares_buffers = (
-                    self.own_buffers is not None or current.asks_for_replicas()
-                )
+                # What a script has written for DDP is to find what it finds there.
+                shares = self.own_buffers is not None or current.asks_for_replicas()
+            else:
+                shares = engine.reducer.shares_buffers
+            # Not once a step, but in the passes in which DDP does it.
+            engine.reducer.shares_buffers &= self.alike
         # A scheduler that a script has left over has this optimizer, and is to hold no model.
         self._model = (lambda: model) if self.keeps_model else weakref.ref(model)
         self.training = model.trained_by(engine, self.drop)
+        self.training.shares_buffers = shares
         _MODELS[engine] = weakref.ref(model)
 
     def _over(self, model: PreparedModel) -> Any:

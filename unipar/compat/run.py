@@ -43,13 +43,14 @@ class Run:
         session: the open one.
         backend: what the script has asked its processes to be joined by, if it has.
         unasked: whether they are joined for the run alone, and the script has not asked for it.
+        unsynced: whether what is called now is within a no_sync().
     """
 
     def __init__(self) -> None:
         self.config: ScriptConfig | None = None
         self.session: Session | None = None
         self.backend: str | None = None
-        self.unasked = False
+        self.unasked = self.unsynced = False
         self._asked: dict[str, Any] = {}
         self._world: World | None = None
         self._placement: Placement | None = None
@@ -125,6 +126,15 @@ class Run:
                 self._world = join(self.placement(), may_move=self._may_move)
             atexit.register(self.close)
         return self._world
+
+    @contextlib.contextmanager
+    def accumulating(self, *, unsynced: bool = True) -> Iterator[None]:
+        """A block of passes that no step is to follow, if ``unsynced``; a script's ``no_sync``."""
+        before, self.unsynced = self.unsynced, self.unsynced or unsynced
+        try:
+            yield
+        finally:
+            self.unsynced = before
 
     def decides(self, name: str) -> bool:
         """Whether ``unipar.yaml`` or the environment says a setting, whatever the script asks."""

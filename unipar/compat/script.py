@@ -39,7 +39,6 @@ class Script:
         optim_rank0_only: whether only that wants those of optimizers.
         synchronized: batch norms that the script has converted, to be over all ranks.
         by_policy: whether its precision is of a policy, and not of an autocast around passes.
-        within: whether what is called now is within a no_sync().
         halves: half precision that policies of FSDP have for modules, or ``None``.
         gives: dtypes in which models give what they compute, as a policy of FSDP's has it.
     """
@@ -49,7 +48,7 @@ class Script:
         self.draws: CommonDraws | None = None
         self.sums_in_backward = self.by_ddp = self.accumulates = False
         self.gathers = self.rank0_only = self.optim_rank0_only = False
-        self.by_policy = self.within = False
+        self.by_policy = False
         self.synchronized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -83,10 +82,6 @@ class Script:
     def retaining(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward pass that is to leave its graph."""
         return _While(self, "retains")
-
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Around backward passes that no step is to follow."""
-        return _While(self, "within")
 
     def tell(self, message: str, *args: Any) -> None:
         """Warn on rank 0, once of each thing."""

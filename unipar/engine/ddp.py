@@ -122,9 +122,6 @@ class DDPReducer(Reducer):
         # Of a backward pass that an error has ended. What other ranks, which may be behind, have
         # yet to add would be written over the gradients of this step.
         self._sending.wait()
-        # A loop of the user's own goes around the wrapper's forward pass, which does it else.
-        if not whole_step and self.shares_buffers:
-            self.share_buffers()
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         if last:

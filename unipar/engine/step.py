@@ -494,6 +494,8 @@ class StepEngine(Engine):
                 self._loop.by_hand = True
                 self._drop_given_up()
                 self.reducer.begin(whole_step=False)
+                if self.reducer.shares_buffers:
+                    self.reducer.share_buffers()
             self._loop.forwards += 1
         else:
             self._drop_given_up()

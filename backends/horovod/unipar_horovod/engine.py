@@ -119,7 +119,7 @@ class HorovodReducer(Reducer):
         return groups
 
     def begin(self, *, whole_step: bool) -> None:
-        if self.shares_buffers:
+        if whole_step and self.shares_buffers:
             self.share_buffers()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:

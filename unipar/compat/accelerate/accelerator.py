@@ -172,7 +172,7 @@ class Accelerator(Exchange, Keeping):
         self._dataloaders: list[DealtLoader] = []
         self._custom_objects: list[Any] = []
         self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
-        self.step, self._unsynced = 0, False
+        self.step = 0
 
         asked: dict[str, Any] = {}
         if "precision" in deepspeed:
@@ -381,16 +381,14 @@ class Accelerator(Exchange, Keeping):
         else:
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
-        yield
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """A block of backward passes that no step is to follow."""
-        before, self._unsynced = self._unsynced, True
-        try:
+        synced = state.sync_gradients or state.plugin.sync_each_batch
+        with current.accumulating(unsynced=not synced):
             yield
-        finally:
-            self._unsynced = before
+
+    @staticmethod
+    def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """A block of backward passes that no step is to follow."""
+        return current.accumulating()
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -419,7 +417,7 @@ class Accelerator(Exchange, Keeping):
         num = self.gradient_accumulation_steps
         optimizer.backward(
             loss / num if num != 1 else loss,
-            likely_last=self.sync_gradients and not self._unsynced,
+            likely_last=self.sync_gradients and not current.unsynced,
             beside=beside,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -69,7 +69,6 @@ class DeepSpeedEngine(Facts):
         self._size, self._accumulation = micro_batch_size, accumulation_steps
         self._precision, self._clips = precision, clips
         self._boundary: bool | None = None
-        self._unsynced = False
         self._called = self._applied = False
         self._norm: float | None = None
 
@@ -107,7 +106,7 @@ class DeepSpeedEngine(Facts):
             )
         part = loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
         self._stepping().backward(
-            part, likely_last=self.is_gradient_accumulation_boundary() and not self._unsynced
+            part, likely_last=self.is_gradient_accumulation_boundary() and not current.unsynced
         )
         self._called = False
         return part
@@ -173,14 +172,10 @@ class DeepSpeedEngine(Facts):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    @staticmethod
+    def no_sync() -> contextlib.AbstractContextManager[None]:
         """A block of backward passes that no step is to follow."""
-        self._unsynced = True
-        try:
-            yield
-        finally:
-            self._unsynced = False
+        return current.accumulating()
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing: an engine reduces gradients when it steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -59,7 +59,6 @@ class Fabric(Exchange, Building, Keeping):
         loggers: Any = None,
     ) -> None:
         self._asked = settings.read(accelerator, strategy, devices, num_nodes, precision, plugins)
-        self._unsynced = False
         self._callbacks = _listed(callbacks)
         self._loggers = _listed(loggers)
         self._set_up_nothing()
@@ -284,7 +283,7 @@ class Fabric(Exchange, Building, Keeping):
         if args or kwargs:
             refuse("Fabric.backward(loss, retain_graph=…)")
         optimizer, *beside = trained_by(tensor, self._optimizers, model)
-        optimizer.backward(tensor, likely_last=not self._unsynced, beside=beside)
+        optimizer.backward(tensor, likely_last=not current.unsynced, beside=beside)
 
     def clip_gradients(
         self,
@@ -349,15 +348,7 @@ class Fabric(Exchange, Building, Keeping):
             raise ConfigError(
                 "no_backward_sync takes a model that was set up: model = fabric.setup(model, …)."
             )
-        return self._accumulating() if enabled else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        before, self._unsynced = self._unsynced, True
-        try:
-            yield
-        finally:
-            self._unsynced = before
+        return current.accumulating() if enabled else contextlib.nullcontext()
 
     @staticmethod
     def seed_everything(

@@ -149,7 +149,7 @@ class FullyShardedDataParallel:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A block of backward passes that no step is to follow."""
-        return adoption.accumulating()
+        return current.accumulating()
 
     @staticmethod
     def set_state_dict_type(

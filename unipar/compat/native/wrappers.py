@@ -97,9 +97,17 @@ class DistributedDataParallel(_Wrapper):
         # None is torch's own default of some.
         asked = {k: value for k, value in options.items() if k in _OPTIONS and value is not None}
         adoption.ask(strategy={**_ddp(), **asked})
-        self.require_backward_grad_sync = True
+        self.require_backward_grad_sync = self._syncs = True
         # As DDP does, of which a script may make use.
         self.device_ids, self._moves_inputs = device_ids, bool(device_ids)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        due, self._syncs = self._syncs, torch.is_grad_enabled() and not current.unsynced
+        adopted = self.module.__dict__.get("_unipar")
+        if due and adopted is not None:
+            with adoption.engine_calls():
+                adopted.share_buffers()
+        return super().forward(*args, **kwargs)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: Any, names: Any) -> None:
@@ -112,7 +120,7 @@ class DistributedDataParallel(_Wrapper):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A block of backward passes that no step is to follow."""
-        return adoption.accumulating()
+        return current.accumulating()
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:

@@ -184,7 +184,8 @@ class Booster:
         for one in held:
             one.unsynced = True
         try:
-            yield
+            with current.accumulating():
+                yield
         finally:
             for one in held:
                 one.unsynced = False
