@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from faces import under
+from plain_scripts import plainly
 from torch import nn
 
 from unipar.compat import colossalai
 from unipar.compat.accelerate import Accelerator
 from unipar.compat.accelerate.utils import DistributedDataParallelKwargs
+from unipar.compat.adopting import adoption
 from unipar.compat.colossalai.booster import Booster
 from unipar.compat.colossalai.booster import plugin as plugins
+from unipar.compat.horovod import torch as hvd
+from unipar.compat.native.wrappers import DistributedDataParallel
+from unipar.compat.run import current
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -182,3 +187,49 @@ def test_passes_of_a_step_begin_so_where_those_of_ddp_do(
     assert found == [
         pytest.approx(one) for one in world_pool(2).run(under, "ddp", accumulate, True, apart)
     ]
+
+
+def draw_first(kind: str) -> list[float]:
+    """Losses of steps before each of which the model computes without gradients."""
+    model, wrapped = Centered(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "horovod":
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    elif kind == "face":
+        adoption.note_aware()
+        wrapped = DistributedDataParallel(model)
+    elif kind == "torch":
+        current.world()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    losses, rank = [], current.world().rank
+    for shares in DATA:
+        first, *others = shares[rank].split(2)
+        with torch.no_grad():
+            losses.append((wrapped or model)(first).item())
+        for samples in others:
+            loss = (wrapped or model)(samples) / 2
+            loss.backward()
+            losses.append(loss.item())
+        if kind == "alone":
+            # Parameters are to be as Horovod has them.
+            assert model.scale.grad is not None
+            torch.distributed.all_reduce(model.scale.grad)
+            model.scale.grad.div_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("face", "native"), [("face", "torch"), ("horovod", "alone")])
+def test_passes_without_gradients_leave_what_they_leave_natively(
+    world_pool: Any, strategy: str, face: str, native: str
+) -> None:
+    """Also before the first that a strategy makes, and between steps."""
+    found = world_pool(2).run(plainly, strategy, draw_first, face)
+    expected = world_pool(2).run(under, "ddp", draw_first, native)
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, tuple), one
+        assert one[0] == pytest.approx(other)
