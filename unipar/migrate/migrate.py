@@ -119,6 +119,7 @@ def _migrate(
     import libcst as cst
 
     from unipar.migrate.lone_ranks import tell_of_lone_ranks
+    from unipar.migrate.models import find_models
     from unipar.migrate.plan import Plan
     from unipar.migrate.source import Source
 
@@ -143,6 +144,7 @@ def _migrate(
     dialect = _dialect(plan, wanted)
     dialect.rewrite(plan)
     if any(source.edits for source in plan.sources):
+        find_models(plan)
         tell_of_lone_ranks(plan, dialect)
         _tell_of_others(plan, dialect)
         _tell_of_files(plan, dialect, beside)

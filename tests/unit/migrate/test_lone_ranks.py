@@ -122,3 +122,44 @@ def test_a_place_that_only_some_ranks_come_to_is_noted(code: str, said: str) -> 
     assert said in notes
     assert notes.count("\n") == 0
     assert bool(notes) is bool(said)
+
+
+DDP = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+master_process = dist.get_rank() == 0
+model = DDP(torch.nn.Linear(1, 1))
+"""
+HOROVOD = """\
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+master_process = hvd.rank() == 0
+model = torch.nn.Linear(1, 1)
+"""
+
+
+@pytest.mark.parametrize("start", [DDP, HOROVOD])
+def test_a_model_of_ddp_or_horovod_that_one_rank_evaluates_is_noted(start: str) -> None:
+    optimizer = "torch.optim.SGD(model.parameters(), lr=0.1)"
+    if "hvd" in start:
+        optimizer = f"hvd.DistributedOptimizer({optimizer})"
+    script = f"""{start}optimizer = {optimizer}
+
+
+def estimate_loss():
+    return model(torch.ones(1)).item()
+
+
+for step in range(9):
+    if step % 3 == 0 and master_process:
+        print(estimate_loss())
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
+"""
+    assert WEIGHTS in noted(script)
+    assert not noted(script.replace(" and master_process", ""))

@@ -11,7 +11,6 @@ from unipar.compat.tables import Table
 from unipar.migrate.dialects.accelerate_files import ACCELERATOR, read_files
 from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
-from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
 
 FACE = "unipar.compat.accelerate"
@@ -48,7 +47,6 @@ class Accelerate(FaceDialect):
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "torchrun"
         super().rewrite(plan)
-        find_models(plan)
         built = plan.calls(*ACCELERATOR)
         if built:
             read_files(plan, built[0][1])

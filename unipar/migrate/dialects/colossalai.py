@@ -10,7 +10,6 @@ from unipar.compat.colossalai_names import CALLS, MODULES, OPTIMIZER, PLUGIN
 from unipar.compat.tables import Table
 from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
-from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
 
 FACE = "unipar.compat.colossalai"
@@ -43,4 +42,3 @@ class ColossalAI(FaceDialect):
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "torchrun"
         super().rewrite(plan)
-        find_models(plan)

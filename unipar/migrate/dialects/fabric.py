@@ -22,7 +22,6 @@ from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
 from unipar.migrate.expressions import FABRIC
 from unipar.migrate.literals import constant
-from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
 from unipar.migrate.tracing import keywords
 
@@ -60,7 +59,6 @@ class Fabric(FaceDialect):
         super().rewrite(plan)
         for other in (_Dotted(), _Lightning()):
             other.rewrite(plan)
-        find_models(plan)
         for _, call in plan.calls(*FABRIC):
             for name, given in (keywords(plan, call) or {}).items():
                 found = [one for one in map(constant, given) if str(one) in REFUSED_WORDS]
