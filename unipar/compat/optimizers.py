@@ -137,7 +137,9 @@ class PreparedOptimizer(Optimizer):
         if model.training_by is not None:
             raise ConfigError(
                 f"two optimizers update one {type(model.module).__name__}, which an engine steps "
-                "with one. Give one optimizer all of the parameters, in groups."
+                "with one. If every loss trains all of it, give one optimizer all of the "
+                "parameters, in groups; if each optimizer steps a network by a loss of its own, as "
+                "in a GAN, prepare these networks as models of their own."
             )
         if "name" not in asked:
             _release_unused(session)

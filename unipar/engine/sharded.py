@@ -29,6 +29,8 @@ from unipar.utils.torch_versions import reset_passes, sharded_groups
 
 # torch 2.13, distributed/tensor/_dispatch.py, try_replicate_spec_for_scalar_tensor.
 _MIXED = "got mixed torch.Tensor and DTensor"
+# torch 2.13, distributed/tensor/_sharding_prop.py, propagate_op_sharding_non_cached.
+_UNKNOWN = "does not have a sharding strategy registered"
 # torch 2.13, csrc/autograd/variable.cpp, handle_view_on_rebase: FSDP gives modules such views.
 _CHANGED = "is a view and is being modified inplace"
 # torch 2.13, aten/src/ATen/native/Resize.h, checkInBoundsForStorage.
@@ -64,6 +66,12 @@ def explain_sharded(error: BaseException, strategy: str) -> str:
             "what a block (or another module that is sharded by itself) returned, or wrote into "
             "what it was given. Return all that the loss depends on; what a block leaves in an "
             f"attribute or a global is not seen. PyTorch says: {said}"
+        )
+    if isinstance(error, NotImplementedError) and _UNKNOWN in said:
+        return (
+            f"an operation was given a tensor that is divided among ranks, as parameters are under "
+            f"strategy '{strategy}' outside of the model's forward pass, and so is what is made of "
+            f"them. {_REMEDIES} PyTorch says: {said}"
         )
     if _MIXED not in said:
         return ""

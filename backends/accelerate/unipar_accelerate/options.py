@@ -52,7 +52,7 @@ class AccelerateOptions(StrategyOptions):
     )
     broadcast_buffers: bool = Field(
         default=True,
-        description="Every forward starts from rank 0's buffers (BatchNorm statistics); ddp only.",
+        description="Every step starts from rank 0's buffers (BatchNorm statistics); ddp only.",
     )
     compression: Literal["none", "fp16", "bf16", "power_sgd"] = Field(
         default="none",

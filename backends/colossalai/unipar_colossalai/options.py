@@ -59,7 +59,7 @@ class ColossalAIOptions(StrategyOptions):
     )
     broadcast_buffers: bool = Field(
         default=True,
-        description="With 'ddp': every forward starts from rank 0's buffers.",
+        description="With 'ddp': every step starts from rank 0's buffers.",
     )
     reduce_bucket_size_m: int = Field(
         default=12,

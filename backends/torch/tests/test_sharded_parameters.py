@@ -81,6 +81,10 @@ def measured(engine: Engine, data: torch.Tensor) -> None:
         raise ValueError("the weights have exploded")
 
 
+def summed(engine: Engine, data: torch.Tensor) -> None:
+    torch.distributed.all_reduce(engine.module.weight.detach().abs().sum())  # pyright: ignore
+
+
 def formatted(engine: Engine, data: torch.Tensor) -> None:
     print(f"{engine.module.weight.norm():.6f}")  # pyright: ignore
 
@@ -186,6 +190,7 @@ def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -
         (evaluated, ["outside of the model's forward pass"]),
         (averaged, ["outside of the model's forward pass", "[p.detach().clone() for p in"]),
         (measured, ["a number was read", "would be of this rank's part", "full_tensor()"]),
+        (summed, ["a tensor that is divided among ranks", "full_tensor()"]),
         (formatted, ["a number was read", "full_tensor()"]),
         pytest.param(
             counted,

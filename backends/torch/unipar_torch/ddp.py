@@ -66,7 +66,7 @@ class DDPOptions(StrategyOptions):
     )
     broadcast_buffers: bool = Field(
         default=True,
-        description="Every forward starts from rank 0's buffers (BatchNorm statistics).",
+        description="Every step starts from rank 0's buffers (BatchNorm statistics).",
     )
     sync_batchnorm: bool = Field(
         default=False, description="BatchNorm over the global micro-batch; GPU only."
