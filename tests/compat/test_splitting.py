@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -601,10 +602,21 @@ def laid_out() -> list[float]:
     return train(Laid(), loss_of, batches(48, 54, 48))
 
 
+def renormed() -> list[float]:
+    """Weights that hooks of torch make of others, in attributes, before each pass."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        # Scripts go on with it.
+        warnings.simplefilter("ignore", FutureWarning)
+        first = nn.utils.weight_norm(nn.Linear(6, 5))
+    model = nn.Sequential(first, nn.Tanh(), nn.utils.spectral_norm(nn.Linear(5, 3)))
+    return train(model, lambda model, x: model(x).square().mean(), batches(4, 5, 7, 4))
+
+
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
     unrolled, chosen, replaced, causal, masked_words, clips, frozen_norm,
-    marked, weighted, between, laid_out, late, by_functions, packed,
+    marked, weighted, between, laid_out, late, by_functions, packed, renormed,
 ]  # fmt: skip
 
 

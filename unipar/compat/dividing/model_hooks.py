@@ -38,6 +38,16 @@ def hooks_in(module: nn.Module) -> set[Any]:
     return found
 
 
+def made_of_weights(module: nn.Module) -> set[str]:
+    """Paths of attributes that torch's own hooks make anew of weights, as those of weight_norm."""
+    hooks: list[tuple[str, Any]] = [
+        (path, hook) for path, one in module.named_modules()
+        for hook in one._forward_pre_hooks.values()
+        if type(hook).__module__.startswith("torch.nn.utils.")
+    ]  # fmt: skip
+    return {f"{path}.{hook.name}".lstrip(".") for path, hook in hooks if hasattr(hook, "name")}
+
+
 def draws_by_itself(module: nn.Module) -> str:
     """Why generators in a module keep it from computing parts, if there are any."""
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

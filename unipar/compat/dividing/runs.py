@@ -22,7 +22,7 @@ from unipar.compat.dividing.cutting import (
     rebuilt,
     tensors_held,
 )
-from unipar.compat.dividing.model_hooks import HOOKED
+from unipar.compat.dividing.model_hooks import HOOKED, made_of_weights
 from unipar.compat.dividing.relations import Call, Calls
 from unipar.compat.dividing.whole_draws import Drawing, no_ways_kept
 from unipar.compat.fp32_outputs import fp32
@@ -221,8 +221,9 @@ class Runner:
             by_functions = graph and _has_functions(found or [])
             buffers = {name: (kept.get(name), one) for name, one in module.named_buffers()}
         why = ""
-        stored = {path: one for path, one in draws.changes.items() if not path.startswith(GIVEN)}
-        filled = [path for path in draws.changes if path not in stored]
+        filled = [path for path in draws.changes if path.startswith(GIVEN)]
+        apart = {*filled, *made_of_weights(module)}
+        stored = {path: one for path, one in draws.changes.items() if path not in apart}
         self.stores |= bool(stored)
         if written:
             why = f"it changes its weights as it computes ({first_few(written)})"
