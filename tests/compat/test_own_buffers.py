@@ -209,6 +209,8 @@ def draw_first(kind: str) -> list[float]:
         with torch.no_grad():
             losses.append((wrapped or model)(first).item())
         for samples in others:
+            if wrapped is not None:
+                wrapped.require_backward_grad_sync = samples is others[-1]
             loss = (wrapped or model)(samples) / 2
             loss.backward()
             losses.append(loss.item())

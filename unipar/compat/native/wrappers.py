@@ -102,7 +102,8 @@ class DistributedDataParallel(_Wrapper):
         self.device_ids, self._moves_inputs = device_ids, bool(device_ids)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        due, self._syncs = self._syncs, torch.is_grad_enabled() and not current.unsynced
+        syncs = self.require_backward_grad_sync and not current.unsynced
+        due, self._syncs = self._syncs, syncs and torch.is_grad_enabled()
         adopted = self.module.__dict__.get("_unipar")
         if due and adopted is not None:
             with adoption.engine_calls():
