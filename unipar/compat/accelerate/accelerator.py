@@ -385,8 +385,7 @@ class Accelerator(Exchange, Keeping):
         with current.accumulating(unsynced=not synced):
             yield
 
-    @staticmethod
-    def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """A block of backward passes that no step is to follow."""
         return current.accumulating()
 

@@ -172,8 +172,7 @@ class DeepSpeedEngine(Facts):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    @staticmethod
-    def no_sync() -> contextlib.AbstractContextManager[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A block of backward passes that no step is to follow."""
         return current.accumulating()
 
