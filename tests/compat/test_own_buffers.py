@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,3 +236,35 @@ def test_passes_without_gradients_leave_what_they_leave_natively(
     for one, other in zip(found, expected, strict=True):
         assert isinstance(one, tuple), one
         assert one[0] == pytest.approx(other)
+
+
+def save_between(directory: str) -> list[list[float]]:
+    """Each rank's own statistics, before what is stored of the model and after; and what is."""
+    accelerator = Accelerator(
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)]
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(prepared(DATA[0, accelerator.process_index]).square().mean())
+    optimizer.step()
+
+    def mean() -> list[float]:
+        return dict(prepared.named_buffers())["0.running_mean"].tolist()
+
+    found = [mean()]
+    accelerator.save_state(directory)
+    found.append(mean())
+    stored = accelerator.get_state_dict(prepared)
+    # That is rank 0's to store.
+    first = stored["0.running_mean"].tolist() if accelerator.is_main_process else []
+    return [*found, mean(), first]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_saving_leaves_each_rank_its_own(world_pool: Any, tmp_path: Path, strategy: str) -> None:
+    found = world_pool(2).run(under, strategy, save_between, str(tmp_path / "saved"))
+    for rank, (before, *after, stored) in enumerate(found):
+        torch.testing.assert_close(before, by_hand(DATA[:1, rank]))
+        assert after == [before, before]
+        assert stored == ([] if rank else before)

@@ -189,8 +189,9 @@ class PreparedOptimizer(Optimizer):
                 shares = self.own_buffers is not None or current.asks_for_replicas()
             else:
                 shares = engine.reducer.shares_buffers
-            # Not once a step, but in the passes in which DDP does it.
+            # Not once a step and in saves, but in the passes in which DDP does it.
             engine.reducer.shares_buffers &= self.alike
+            engine.leaves_buffers = not self.alike
         # A scheduler that a script has left over has this optimizer, and is to hold no model.
         self._model = (lambda: model) if self.keeps_model else weakref.ref(model)
         self.training = model.trained_by(engine, self.drop)

@@ -20,6 +20,7 @@ from unipar.data.batch import Batch, MicroBatch
 from unipar.engine.absent import LoopCalls
 from unipar.engine.agreement import Agreement
 from unipar.engine.average import LossAverage
+from unipar.engine.broadcast import broadcast_tensors
 from unipar.engine.divider import Divider, PartOf
 from unipar.engine.divisible import has_modes
 from unipar.engine.divisors import Divisors
@@ -43,7 +44,7 @@ from unipar.engine.stepper import OptimizerStepper, Stepper
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.optimizers.named import takes_metric
-from unipar.state import EngineState, StateSource, check_extra_state
+from unipar.state import EngineState, LocalState, StateSource, check_extra_state, is_dtensor
 from unipar.strategy import Engine, EngineSpec, StepResult
 from unipar.utils.host_copy import HostCopy
 from unipar.utils.progress_marks import mark
@@ -87,7 +88,10 @@ class StepEngine(Engine):
         agreement: what ranks are to have in common.
         hooks: of the parameters, which are looked at before each backward pass; ``None`` where
             they are not.
+        leaves_buffers: whether what is saved has rank 0's buffers, and each rank keeps its own.
     """
+
+    leaves_buffers = False
 
     def __init__(
         self,
@@ -757,8 +761,20 @@ class StepEngine(Engine):
         self._drop_given_up()
         # Of the last step: no loss will be reduced after it, perhaps.
         self.agreement.refuse_passes()
-        self.reducer.share_buffers()
-        return self.own_state()
+        if not self.leaves_buffers:
+            self.reducer.share_buffers()
+            return self.own_state()
+        copies = {
+            name: one.detach().clone()
+            for name, one in self.module.named_buffers() if not is_dtensor(one)
+        }  # fmt: skip
+        broadcast_tensors(copies.values(), self.world)
+        state = self.own_state()
+        state.weights = (
+            LocalState.of(one.name, copies[one.name]) if one.name in copies else one
+            for one in state.weights
+        )  # fmt: skip
+        return state
 
     def own_state(self) -> EngineState:
         """Describe this engine's state, buffers as this rank has them.

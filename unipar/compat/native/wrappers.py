@@ -69,8 +69,11 @@ class DistributedDataParallel(_Wrapper):
         dim: int = 0,
         **options: Any,
     ) -> None:
-        if options.get(_SYNCS) is not None:
-            options["broadcast_buffers"] = options.pop(_SYNCS)
+        # Forward passes alone are what torch 2.13's new name is of.
+        syncs = options.pop(_SYNCS, None)
+        begin_alike = syncs is not None or options.get("broadcast_buffers") is not False
+        if syncs is not None:
+            options["broadcast_buffers"] = syncs
         if options.get("init_sync") is False:
             raise ConfigError(
                 "DistributedDataParallel(init_sync=False): strategies give all ranks the weights "
@@ -88,7 +91,7 @@ class DistributedDataParallel(_Wrapper):
         if current.placement().size > 1:
             with adoption.engine_calls():
                 tensors = list[torch.Tensor](module.parameters())
-                if options.get("broadcast_buffers") is not False:
+                if begin_alike:
                     tensors += module.buffers()
                 # A model that is wrapped again may have been divided by its strategy.
                 broadcast_tensors([t for t in tensors if not is_dtensor(t)], current.world())
