@@ -111,16 +111,20 @@ def test_whose_buffers_evaluate_is_said_by_the_plugin(
         torch.testing.assert_close(found[rank], by_hand(DATA[:, 0 if shares else rank]))
 
 
+def trained(model: nn.Module, accelerator: Accelerator, *, ddp: bool) -> tuple[Any, Any]:
+    """A model by torch's DDP or by the face, and what trains it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if ddp:
+        return nn.parallel.DistributedDataParallel(model), optimizer
+    return accelerator.prepare(model, optimizer)
+
+
 def with_targets(ddp: bool) -> list[float]:
     """Losses of steps whose targets are the model's own, of a pass in eval mode."""
     accelerator = Accelerator()
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if ddp:
-        model = nn.parallel.DistributedDataParallel(model)
-    else:
-        model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = trained(model, accelerator, ddp=ddp)
     losses = []
     for shares in DATA:
         share = shares[accelerator.process_index]
@@ -160,12 +164,7 @@ class Centered(nn.Module):
 def accumulate(ddp: bool, apart: bool) -> list[float]:
     """Losses of steps of three passes."""
     accelerator = Accelerator()
-    model = Centered()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if ddp:
-        model = nn.parallel.DistributedDataParallel(model)
-    else:
-        model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = trained(Centered(), accelerator, ddp=ddp)
     losses = []
     for shares in DATA:
         for number, samples in enumerate(shares[accelerator.process_index].split(2)):

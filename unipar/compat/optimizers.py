@@ -148,7 +148,7 @@ class PreparedOptimizer(Optimizer):
         with own_randomness(session.world.device):
             engine = session.prepare(model.module, optimizer=self._over(model), **asked)
         for name, buffer in engine.module.named_buffers():
-            if name in own and not is_dtensor(buffer):
+            if name in own and own[name].shape == buffer.shape and not is_dtensor(buffer):
                 buffer.detach().copy_(own[name])
         shares = False
         # Looked at in every backward pass, in which a model is not to be gone through.

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from unipar.world import World
 
@@ -33,13 +32,13 @@ def broadcast_tensors(
             _broadcast(some, source, receives=world.rank != source, group=group)
 
 
-def share_buffers(module: nn.Module, world: World) -> None:
+def share_buffers(buffers: Iterable[torch.Tensor], world: World) -> None:
     """Give every rank the buffers of rank 0 (ranks see different batches in BatchNorm). Collective.
 
     One message for each dtype and device, or several where they are large. As in DDP, a backward
     pass that is to follow may have saved them: it is told of no change.
     """
-    broadcast_tensors((one.data for one in module.buffers()), world)
+    broadcast_tensors((one.data for one in buffers), world)
 
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,7 +37,7 @@ class Reducer:
         watches_gradients: whether a change of ``parameter.grad`` by anything else than a backward
             pass of the engine's can be seen there, and is refused.
         shares_buffers: whether every rank is given rank 0's buffers in each step of a user's own
-            loop, and before the model is asked without gradients by a face.
+            loop.
         reopens: whether a backward pass that seemed to be the last may be followed by another,
             after :meth:`reopen`.
         trail: what passes came to, where ranks have to come to the same; ``None`` where they need
@@ -145,9 +145,13 @@ class Reducer:
         """Surround a forward and a backward pass that other ranks may not come to the end of."""
         return self.microbatch(last=False)
 
-    def share_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, before they are evaluated with or saved."""
-        share_buffers(self.module, self.world)
+    def share_buffers(self, buffers: Iterable[torch.Tensor] | None = None) -> None:
+        """Give every rank the buffers of rank 0, before they are evaluated with or saved.
+
+        Args:
+            buffers: copies of the module's, where ranks are to keep their own; ``None``: these.
+        """
+        share_buffers(self.module.buffers() if buffers is None else buffers, self.world)
 
     def close(self) -> None:
         """Undo what was done to the module."""

@@ -20,7 +20,6 @@ from unipar.data.batch import Batch, MicroBatch
 from unipar.engine.absent import LoopCalls
 from unipar.engine.agreement import Agreement
 from unipar.engine.average import LossAverage
-from unipar.engine.broadcast import broadcast_tensors
 from unipar.engine.divider import Divider, PartOf
 from unipar.engine.divisible import has_modes
 from unipar.engine.divisors import Divisors
@@ -44,7 +43,7 @@ from unipar.engine.stepper import OptimizerStepper, Stepper
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.optimizers.named import takes_metric
-from unipar.state import EngineState, LocalState, StateSource, check_extra_state, is_dtensor
+from unipar.state import EngineState, LocalState, StateSource, check_extra_state
 from unipar.strategy import Engine, EngineSpec, StepResult
 from unipar.utils.host_copy import HostCopy
 from unipar.utils.progress_marks import mark
@@ -764,11 +763,8 @@ class StepEngine(Engine):
         if not self.leaves_buffers:
             self.reducer.share_buffers()
             return self.own_state()
-        copies = {
-            name: one.detach().clone()
-            for name, one in self.module.named_buffers() if not is_dtensor(one)
-        }  # fmt: skip
-        broadcast_tensors(copies.values(), self.world)
+        copies = {name: one.detach().clone() for name, one in self.module.named_buffers()}
+        self.reducer.share_buffers(copies.values())
         state = self.own_state()
         state.weights = (
             LocalState.of(one.name, copies[one.name]) if one.name in copies else one

@@ -183,7 +183,7 @@ class HybridReducer(Reducer):
     def probing(self) -> NoReturn:
         refuse_probing()
 
-    def share_buffers(self) -> None:
+    def share_buffers(self, buffers: Iterable[torch.Tensor] | None = None) -> None:
         """The buffers of the models that are proved never change."""
 
 

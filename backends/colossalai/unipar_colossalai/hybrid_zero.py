@@ -8,7 +8,7 @@ plugins ``zero1`` and ``zero2`` have, over the replicas.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -96,7 +96,7 @@ class HybridZeROReducer(ZeROReducer):
     def probing(self) -> NoReturn:
         refuse_probing()
 
-    def share_buffers(self) -> None:
+    def share_buffers(self, buffers: Iterable[torch.Tensor] | None = None) -> None:
         """The buffers of the models that are proved never change."""
 
 

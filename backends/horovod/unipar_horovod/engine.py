@@ -37,7 +37,7 @@ def make_engine(
     import_horovod().broadcast_parameters(
         {f"{spec.name}.{name}": p.data for name, p in module.named_parameters()}, root_rank=0
     )
-    share_buffers(module, world)
+    share_buffers(module.buffers(), world)
     optimizer = build_optimizer(spec, module)
     reducer = None
     if optimizer is not None and world.size > 1:

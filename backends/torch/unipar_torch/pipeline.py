@@ -396,13 +396,14 @@ class StageReducer(Reducer):
             "runs out of memory would leave the others waiting for its stages. Give numbers."
         )
 
-    def share_buffers(self) -> None:
+    def share_buffers(self, buffers: Iterable[torch.Tensor] | None = None) -> None:
         """Give ranks that have the same stages the buffers of the first of them."""
+        shared = [*(self.module.buffers() if buffers is None else buffers)]
         layout = self.world.layout
         for axis in ("fsdp", "dp_replicate", "tp"):
             if getattr(layout, axis) > 1:
                 group = self.world.mesh(axis).get_group()
-                broadcast_tensors(self.module.buffers(), self.world, group)
+                broadcast_tensors(shared, self.world, group)
 
 
 class ShardedStageReducer(StageReducer):
