@@ -53,7 +53,7 @@ class _LoneRanks:
         by_rank = next(filter(self._divergence.asks_rank, tests), None)
         if not tests or (by_rank is None and not self._dialect.together):
             return
-        saves, computes = self._reached(call)
+        saves, computes, takes = self._reached(call)
         if by_rank is not None and saves:
             self._plan.tell(
                 call,
@@ -68,6 +68,14 @@ class _LoneRanks:
                 "the model's weights (fsdp, zero3) need all ranks for it, and would wait for the "
                 "others.",
                 "Let every rank come to it before choosing one of those.",
+            )
+        elif by_rank is not None and takes:
+            self._plan.tell(
+                call,
+                f"`{self._shown(by_rank)}` decides which ranks come to it. Where the strategy "
+                "divides the weights (fsdp, zero3), a state dict of one rank has only a part, and "
+                "is refused.",
+                f"Call {self._dialect.whole} on all ranks before choosing one of those.",
             )
         elif saves:
             self._tell_by_data(call, tests)
@@ -89,10 +97,14 @@ class _LoneRanks:
     def _shown(self, test: cst.BaseExpression) -> str:
         return " ".join(self._plan.flow.source(test).code(test).split())
 
-    def _reached(self, call: cst.Call) -> tuple[bool, bool]:
-        """Whether a call, or a function that it leads to, saves, and needs a model's weights."""
+    def _reached(self, call: cst.Call) -> tuple[bool, bool, bool]:
+        """What a call, or a function that it leads to, does.
+
+        Returns:
+            Whether it saves together, needs a model's weights, and takes a model's state dict.
+        """
         plan, dialect = self._plan, self._dialect
-        saves = computes = False
+        saves = computes = takes = False
         stack, seen = [call], set[cst.CSTNode]()
         while stack:
             one = stack.pop()
@@ -105,10 +117,22 @@ class _LoneRanks:
             ):
                 saves |= func.attr.value in dialect.together
                 computes |= func.attr.value in dialect.gathering
+            if isinstance(func, cst.Attribute) and func.attr.value == "state_dict":
+                takes |= self._is_model(func.value)
             new = [f for f in plan.flow.functions(func) if f not in seen]
             seen.update(new)
             stack += [each for function in new for each in self._calls.get(function, ())]
-        return saves, computes
+        return saves, computes or (takes and not dialect.whole), takes
+
+    def _is_model(self, node: cst.BaseExpression) -> bool:
+        """Whether it is a model, also taken out of what wraps it."""
+        plan = self._plan
+        while isinstance(node, cst.Attribute) and node.attr.value in ("module", "_orig_mod"):
+            node = node.value
+        if isinstance(node, cst.Call) and node.args and _unwraps(node):
+            node = node.args[0].value
+        values = plan.flow.values(node)
+        return bool(values & plan.models) or plan.made_by(values, *self._dialect.engines)
 
     def _tests(self, source: Source, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
         """The tests that decide, within its function, if a node is come to."""
@@ -124,6 +148,10 @@ class _LoneRanks:
             for one in function.decorators:
                 if _LONE & {part.value for part in inside(one) if isinstance(part, cst.Name)}:
                     yield one.decorator
+
+
+def _unwraps(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value == "unwrap_model"
 
 
 def _around(source: Source, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:

@@ -54,6 +54,7 @@ accelerator.backward(model(torch.ones(1)).sum())
 {code}
 """
 RANK = "decides which come to it. On several ranks they would wait for the others in vain."
+PART = "a state dict of one rank has only a part, and is refused."
 WEIGHTS = "decides which ranks come to it. Strategies that divide the model's weights"
 
 
@@ -113,6 +114,9 @@ def test_a_save_is_noted_where_a_test_may_differ_between_ranks(
         ("def save():\n    if not accelerator.is_main_process:\n        return\n"
          "    accelerator.get_state_dict(model)\nsave()", WEIGHTS),
         ("if accelerator.is_main_process:\n    model(torch.ones(1))", WEIGHTS),
+        ("if accelerator.is_main_process:\n"
+         "    torch.save(accelerator.unwrap_model(model).state_dict(), 'out')", PART),
+        ("if accelerator.is_main_process:\n    torch.save(optimizer.state_dict(), 'out')", ""),
         ("state = accelerator.get_state_dict(model)\nif accelerator.is_main_process:\n"
          "    torch.save(state, 'out')", ""),
     ],
@@ -163,3 +167,32 @@ for step in range(9):
 """
     assert WEIGHTS in noted(script)
     assert not noted(script.replace(" and master_process", ""))
+
+
+@pytest.mark.parametrize("of", ["model", "model.module"])
+def test_a_state_dict_of_ddp_that_one_rank_saves_is_noted(of: str) -> None:
+    script = f"""{DDP}optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1)).sum().backward()
+optimizer.step()
+if master_process:
+    torch.save({{"model": {of}.state_dict(), "step": 1}}, "last.pt")
+"""
+    assert PART in noted(script)
+    assert "Call unipar.compat.torch.whole_state_dict(model) on all ranks" in noted(script)
+    assert not noted(script.replace("if master_process:", "if True:"))
+
+
+def test_a_state_dict_of_fsdp_that_one_rank_saves_would_wait() -> None:
+    script = """\
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+dist.init_process_group("gloo")
+model = FSDP(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1)).sum().backward()
+optimizer.step()
+if dist.get_rank() == 0:
+    torch.save(model.state_dict(), "last.pt")
+"""
+    assert WEIGHTS in noted(script)

@@ -35,6 +35,7 @@ class Accelerate(FaceDialect):
     main: ClassVar[tuple[str, ...]] = ACCELERATOR
     together: ClassVar[tuple[str, ...]] = ("save_state", "save_model")
     gathering: ClassVar[tuple[str, ...]] = ("get_state_dict",)
+    whole: ClassVar[str] = "accelerator.get_state_dict(model)"
     calls: ClassVar[tuple[Table, ...]] = (CALLS,)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("from accelerate import Accelerator", f"from {FACE} import Accelerator"),

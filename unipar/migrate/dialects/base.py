@@ -32,6 +32,8 @@ class Dialect(ABC):
         main: the names of the calls that make the framework's main object.
         together: methods of that object by which all ranks save.
         gathering: those for which strategies that divide the model's weights need all ranks.
+        whole: the call that gives or writes weights whole where ``state_dict()`` refuses, because
+            strategies have divided them.
         rows: what maps to what.
         refused: what is refused, and what to do about it.
     """
@@ -44,6 +46,7 @@ class Dialect(ABC):
     main: ClassVar[tuple[str, ...]] = ()
     together: ClassVar[tuple[str, ...]] = ()
     gathering: ClassVar[tuple[str, ...]] = ()
+    whole: ClassVar[str] = ""
     rows: ClassVar[tuple[Row, ...]] = ()
     refused: ClassVar[tuple[Row, ...]] = ()
 

@@ -52,6 +52,7 @@ class DeepSpeed(FaceDialect):
     members: ClassVar[Table | None] = ENGINE
     main: ClassVar[tuple[str, ...]] = (_ENGINE,)
     together: ClassVar[tuple[str, ...]] = ("save_checkpoint", "save_16bit_model")
+    whole: ClassVar[str] = "engine.save_16bit_model(directory)"
     calls: ClassVar[tuple[Table, ...]] = (CALLS, CONFIG, ZERO, ACCELERATOR)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("import deepspeed", f"import {FACE} as deepspeed"),

@@ -33,6 +33,7 @@ class Native(Dialect):
         Row(row.names.replace(" ", "`, `"), row.why) for row in REFUSED.rows
     )
     starts: ClassVar[str] = "torchrun"
+    whole: ClassVar[str] = "unipar.compat.torch.whole_state_dict(model)"
 
     def concerns(self, name: str) -> bool:
         return is_torch(name)
@@ -75,6 +76,7 @@ class Fsdp(Native):
 
     name: ClassVar[str] = "fsdp"
     title: ClassVar[str] = "FSDP"
+    whole: ClassVar[str] = ""  # Its state_dict() is called on all ranks, and is whole.
     marks: ClassVar[tuple[str, ...]] = (
         "torch.distributed.fsdp.",
         "torch.distributed._composable.fsdp.",
