@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from faces import under
 from plain_scripts import plainly
 from torch import nn
 
-from unipar.compat import colossalai
+from unipar.compat import colossalai, deepspeed
 from unipar.compat.accelerate import Accelerator
 from unipar.compat.accelerate.utils import DistributedDataParallelKwargs
 from unipar.compat.adopting import adoption
@@ -109,6 +110,63 @@ def test_whose_buffers_evaluate_is_said_by_the_plugin(
     found = world_pool(2).run(under, strategy, boosted, plugin, launched, settings)
     for rank in range(2):
         torch.testing.assert_close(found[rank], by_hand(DATA[:, 0 if shares else rank]))
+
+
+class Placed(nn.Module):
+    """A model that knows a number of its rank's own, and computes with it."""
+
+    place: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.full((2,), float(torch.distributed.get_rank())))
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (1 + self.place.sum())
+
+
+def placed(face: str) -> list[list[float]]:
+    """The buffers of a rank, once its model was taken up, and after steps."""
+    if face == "deepspeed":
+        deepspeed.init_distributed("gloo")
+        config = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 1}}
+        model = Placed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        found, optimizer, backward = engine, engine, engine.backward
+    elif face == "colossalai":
+        colossalai.launch_from_torch(verbose=False)
+        booster = Booster(plugin=plugins.LowLevelZeroPlugin(precision="fp32"))
+        model = Placed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found, optimizer, *_ = booster.boost(model, optimizer)
+        backward = functools.partial(booster.backward, optimizer=optimizer)
+    else:
+        kept = DistributedDataParallelKwargs(broadcast_buffers=False)
+        accelerator = Accelerator(kwargs_handlers=[kept])
+        model = Placed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found, optimizer = accelerator.prepare(model, optimizer)
+        backward = accelerator.backward
+    seen = [found.module.place.tolist()]
+    for shares in DATA:
+        backward(found(shares[torch.distributed.get_rank()]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, found.module.place.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("face", "strategy"),
+    [("deepspeed", "ddp"), ("deepspeed", "fsdp"), ("deepspeed", "zero2"), ("colossalai", "ddp"),
+     ("accelerate", None)],
+)  # fmt: skip
+def test_ranks_keep_the_buffers_that_their_models_come_with(
+    world_pool: Any, face: str, strategy: str | None
+) -> None:
+    found = world_pool(2).run(under, strategy, placed, face)
+    assert found == [[[rank, rank], [rank, rank]] for rank in range(2)]
 
 
 def trained(model: nn.Module, accelerator: Accelerator, *, ddp: bool) -> tuple[Any, Any]:

@@ -163,9 +163,14 @@ class PreparedModel(nn.Module):
             assert isinstance(training.engine, StepEngine)
             training.engine.reducer.share_buffers()
 
-    def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of what ranks have made of buffers that they have had alike."""
-        if not self._unipar_shared:
+    def own_buffers(self, *, from_start: bool) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that each rank is to keep where the strategy takes the model.
+
+        Args:
+            from_start: all that it comes with; else what ranks have made of those that they have
+                had alike.
+        """
+        if not (from_start or self._unipar_shared):
             return {}
         return {name: one.detach().clone() for name, one in self.module.named_buffers()}
 
@@ -214,8 +219,12 @@ class PreparedModel(nn.Module):
         device = self._unipar_session.world.device
         return torch.autocast(device.type, self._unipar_half, enabled=self._unipar_half is not None)
 
-    def share_weights(self) -> None:
-        """Move a model that computes by itself, and give it rank 0's weights, once. Collective."""
+    def share_weights(self, *, buffers: bool = True) -> None:
+        """Move a model that computes by itself, and give it rank 0's weights, once. Collective.
+
+        Args:
+            buffers: whether its buffers are rank 0's, too.
+        """
         if self._unipar_shared or self.training_by is not None:
             return
         self._unipar_shared = True
@@ -223,7 +232,8 @@ class PreparedModel(nn.Module):
         if self._unipar_device is not None:
             self.module.to(self._unipar_device)
         with own_randomness(world.device):
-            broadcast_tensors([*self.module.parameters(), *self.module.buffers()], world)
+            shared = [*self.module.parameters(), *(self.module.buffers() if buffers else ())]
+            broadcast_tensors(shared, world)
 
     def _refuse_untrained(self, gradient: torch.Tensor) -> None:
         raise ConfigError(

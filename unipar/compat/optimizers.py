@@ -53,7 +53,7 @@ class PreparedOptimizer(Optimizer):
         strayed: whether a loss that trains another model has left gradients in this one's.
         same_parameters: whether the script's framework is DDP, which asks that a backward pass
             gives gradients to the same parameters on every rank.
-        own_buffers: whether it leaves each rank the statistics of its own batches; ``None``: as
+        own_buffers: whether it leaves each rank its buffers, from the start on; ``None``: as
             what the script has asked of the run does.
         alike: whether all ranks make the same calls, as where the script knows nothing of them.
         clears: whether the script has to clear gradients after a step, as PyTorch asks.
@@ -144,7 +144,8 @@ class PreparedOptimizer(Optimizer):
         if "name" not in asked:
             _release_unused(session)
             asked["name"] = _unused_name(session)
-        own = {} if self.alike else model.own_buffers()
+        leaves = self.own_buffers or current.asks_for_own_buffers()
+        own = {} if self.alike else model.own_buffers(from_start=leaves)
         with own_randomness(session.world.device):
             engine = session.prepare(model.module, optimizer=self._over(model), **asked)
         for name, buffer in engine.module.named_buffers():
@@ -182,7 +183,7 @@ class PreparedOptimizer(Optimizer):
         if isinstance(engine, StepEngine):
             # A script's own functions in the backward pass are to find what they find natively.
             engine.average.keeps_scale = True
-            if self.own_buffers or current.asks_for_own_buffers():
+            if leaves:
                 shares = False
             elif session.capabilities.sharded:
                 # What a script has written for DDP is to find what it finds there.

@@ -323,7 +323,7 @@ class Accelerator(Exchange, Keeping):
         prepared = PreparedModel(model, self._session, half=self._half, device=device)
         self._models.append(prepared)
         if not any(one.requires_grad for one in model.parameters()):
-            prepared.share_weights()
+            prepared.share_weights(buffers=not current.asks_for_own_buffers())
         return prepared
 
     def _add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:

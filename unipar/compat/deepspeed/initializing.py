@@ -79,7 +79,8 @@ def initialize(
     own = _optimizer(settings, model, optimizer, model_parameters)
     taken = None
     if own is None:
-        prepared.share_weights()
+        # DeepSpeed 0.19.8 broadcasts parameters alone (engine.py, _broadcast_model).
+        prepared.share_weights(buffers=False)
     else:
         may_skip = precision == "fp16" or current.config.on_nan == "skip"
         taken = EngineOptimizer(own, session, accumulating=lambda: False, may_skip=may_skip)
@@ -204,6 +205,11 @@ def _optimizer(
 
 def _named_optimizer(section: Mapping[str, Any], parameters: list[Any]) -> torch.optim.Optimizer:
     kind, params = str(section.get("type")), dict(section.get("params") or {})
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            "DeepSpeed's configuration gives its optimizer max_grad_norm, which DeepSpeed refuses, "
+            "too. Write gradient_clipping beside the optimizer instead."
+        )
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
     if kind.lower() in ("adam", "adamw"):

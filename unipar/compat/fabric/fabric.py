@@ -212,7 +212,7 @@ class Fabric(Exchange, Building, Keeping):
         prepared = FabricModule(plain, session, half=half, device=device, true=true, wraps=wraps)
         self._models[prepared] = {**self._asked.prepare, "compile": compiled}
         if not any(one.requires_grad for one in plain.parameters()):
-            prepared.share_weights()
+            prepared.share_weights(buffers=not current.asks_for_own_buffers())
         return prepared
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:

@@ -115,7 +115,7 @@ class Booster:
                 model, self._session, half=self._half, device=world.device, widens=widens
             )
         if optimizer is None:
-            model.share_weights()
+            model.share_weights(buffers=plugin is None or plugin.shares_buffers)
         elif not isinstance(optimizer, BoostedOptimizer):
             optimizer = self._boosted(optimizer, model)
         if criterion is not None and self.mixed_precision is not None:
