@@ -16,6 +16,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     TensorDataset,
@@ -157,8 +158,9 @@ class ToldOrder(Told, SequentialSampler):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
 def test_those_are_told_of_an_epoch_whom_accelerate_tells(
-    size: int, dispatch: bool, is_told: bool
+    size: int, dispatch: bool, is_told: bool, skips: bool
 ) -> None:
     theirs = pytest.importorskip("accelerate.data_loader")
 
@@ -168,15 +170,17 @@ def test_those_are_told_of_an_epoch_whom_accelerate_tells(
         return DataLoader(data, batch_sampler=ToldBatches(told, order))
 
     found: list[str] = []
-    dealt(loader(found), 0, size, dispatch=dispatch).set_epoch(3)
+    mine = dealt(loader(found), 0, size, dispatch=dispatch)
+    (skip_first_batches(mine, 1) if skips else mine).set_epoch(3)
     expected: list[str] = []
-    theirs.prepare_data_loader(
+    other = theirs.prepare_data_loader(
         loader(expected),
         num_processes=size,
         process_index=0,
         dispatch_batches=dispatch,
         put_on_device=dispatch,
-    ).set_epoch(3)
+    )
+    (theirs.skip_first_batches(other, 1) if skips else other).set_epoch(3)
     assert found == expected
 
 
@@ -233,7 +237,46 @@ def test_a_seeded_order_is_accelerates() -> None:
         order = list(expected)
         assert [one for batch in loader for one in batch[0].tolist()] == order[:3] + order[6:9]
     batches: Any = loader.batch_sampler
-    assert isinstance(batches.batches.sampler, SeedableRandomSampler)
+    assert isinstance(batches.batch_sampler.sampler, SeedableRandomSampler)
+
+
+class OwnOrder(RandomSampler):
+    """A script's own."""
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    # Accelerate 1.15.0 cannot prepare a sampler of batches on one process.
+    [(1, "own"), (2, "own"), (2, "batches"), (1, "skipping"), (2, "skipping")],
+)
+def test_seeded_orders_of_all_kinds_are_accelerates(size: int, kind: str) -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    data = TensorDataset(torch.arange(21))
+
+    def loader() -> DataLoader:
+        batches = BatchSampler(OwnOrder(data), 4, drop_last=False)
+        if kind == "batches":
+            return DataLoader(data, sampler=batches, batch_size=None)  # pyright: ignore
+        return DataLoader(data, batch_sampler=batches)
+
+    def epochs(loader: Any, skip: Any) -> list[Any]:
+        torch.manual_seed(7)
+        found = []
+        for epoch in range(3):
+            now = skip(loader, 2) if kind == "skipping" else loader
+            now.set_epoch(epoch)
+            rows = getattr(now, "base_dataloader", None)
+            rows = DataLoader.__iter__(now) if rows is None else iter(rows)
+            found.append([batch[0].tolist() for batch in rows])
+        return found
+
+    for rank in range(size):
+        how = {"num_processes": size, "process_index": rank}
+        expected = theirs.prepare_data_loader(
+            loader(), use_seedable_sampler=True, data_seed=3, **how
+        )
+        mine = dealt(loader(), rank, size, seed=3)
+        assert epochs(mine, skip_first_batches) == epochs(expected, theirs.skip_first_batches)
 
 
 def test_a_loader_knows_its_end_before_the_batch_is_used() -> None:
@@ -249,6 +292,10 @@ def test_skipping_leaves_out_what_was_read() -> None:
     rest = skip_first_batches(loader, 3)
     assert [batch[0].tolist() for batch in rest] == whole[3:]
     assert (len(rest), rest.iteration, len(loader)) == (1, 2, 4)
+    # As in Accelerate 1.15.0, whose loader that skips does not know how large its batches are.
+    uneven = dealt(DataLoader(TensorDataset(torch.arange(15)), batch_size=2), 0, 2)
+    for one, kept in ((uneven, 3), (skip_first_batches(uneven, 3), -1)):
+        assert [one.remainder for _ in one][-1] == kept
     plain = skip_first_batches(DataLoader(range(6), batch_size=2), 1)  # pyright: ignore[reportArgumentType]
     assert [batch.tolist() for batch in plain] == [[2, 3], [4, 5]]
 

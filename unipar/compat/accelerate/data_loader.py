@@ -115,13 +115,16 @@ class DealtLoader(DataLoader):
                 f"split_batches cuts each batch into {world.data_size} equal parts, and this "
                 f"DataLoader has batch_size {size}. Give it a multiple of the number of ranks."
             )
-        if seed is not None:
-            _seed(batches, seed)
-        elif not self.dispatches:
+        sampler = None
+        # Accelerate 1.15.0 gives what deals out batches the sampler that it seeds, and not the
+        # batch sampler of the script's that is behind it, where the dataset is asked for batches.
+        if seed is not None and batches is not loader.sampler:
+            sampler = _seed(batches, seed)
+        elif seed is None and not self.dispatches:
             self._generator = _own_generator(batches, world)
         self.total_batch_size = None if size is None else size * (1 if split else world.data_size)
         if world.data_size > 1 and not self.dispatches:
-            batches = _Dealt(batches, world, split=split, even=even)
+            batches = _Dealt(batches, world, split=split, even=even, sampler=sampler)
         if skipped:
             batches = _Skipping(batches, skipped)
         self._batches = batches
@@ -171,7 +174,9 @@ class DealtLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         share_generators(self._synchronized, self._generator, self._world)
         self.end_of_dataloader, self.remainder = False, -1
-        if not self._counts and not self._drop_last and self.total_batch_size:
+        # Nor is it known there (Accelerate 1.15.0, SkipBatchSampler) of one that skips batches.
+        known = not (self._counts or self.skipped or self._drop_last)
+        if known and self.total_batch_size:
             with contextlib.suppress(TypeError):
                 self.remainder = len(self.dataset) % self.total_batch_size  # pyright: ignore
         self._enter(self, True)
@@ -206,14 +211,14 @@ class DealtLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler and the dataset which epoch comes next."""
         self.iteration = epoch
-        batches: Any = self._batches
-        while isinstance(batches, (_Dealt, _Skipping)):
-            batches = batches.batches
-        sampler = getattr(batches, "sampler", None)
+        batches: Any = self.batch_sampler
+        inner = batches if self._counts else getattr(batches, "batch_sampler", None)
+        sampler = getattr(inner, "sampler", None)
+        # Whom Accelerate 1.15.0 tells (data_loader.py, set_epoch), also of one that skips batches,
+        # behind which it does not look as far; others may count by themselves.
         told: list[Any] = [sampler if hasattr(sampler, "set_epoch") else self.dataset]
-        if self._world.data_size == 1 and not self._counts:
-            told = [batches, sampler, self.dataset]
-        # Whom Accelerate 1.15.0 tells (data_loader.py, set_epoch); others may count by themselves.
+        if not self._counts:
+            told = [batches, getattr(batches, "sampler", None), *told]
         for one in told:
             if hasattr(one, "set_epoch"):
                 one.set_epoch(epoch)
@@ -280,14 +285,17 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-def _seed(batches: Any, seed: int) -> None:
+def _seed(batches: Any, seed: int) -> SeedableRandomSampler | None:
+    """Put what a seed makes in the place of a sampler that shuffles; returns it."""
     sampler = getattr(batches, "sampler", None)
-    if type(sampler) is RandomSampler:
+    if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
         # torch 2.13, utils/data/sampler.py: its property of that name is never None.
         batches.sampler = SeedableRandomSampler(
             sampler.data_source, replacement=sampler.replacement, num_samples=sampler._num_samples,
             generator=sampler.generator, data_seed=seed,
         )  # fmt: skip
+    found = getattr(batches, "sampler", None)
+    return found if isinstance(found, SeedableRandomSampler) else None
 
 
 def _has_shards(dataset: Any, world: World, split: bool) -> bool:
@@ -321,24 +329,28 @@ def _counted(batch: Any) -> int:
 class _Skipping(Sampler[list[int]]):
     """The batches of a batch sampler without the first ones."""
 
-    def __init__(self, batches: Any, skipped: int) -> None:
-        self.batches, self._skipped = batches, skipped
+    def __init__(self, batch_sampler: Any, skipped: int) -> None:
+        self.batch_sampler, self._skipped = batch_sampler, skipped
 
     def __len__(self) -> int:
-        return len(self.batches) - self._skipped
+        return len(self.batch_sampler) - self._skipped
 
     def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(iter(self.batches), self._skipped, None)
+        return itertools.islice(iter(self.batch_sampler), self._skipped, None)
 
 
 class _Dealt(Sampler[list[int]]):
     """This rank's batches of a batch sampler; whole ones where it names no batch size."""
 
-    def __init__(self, batches: Any, world: World, *, split: bool, even: bool) -> None:
-        self.batches, self._split, self.even = batches, split, even
+    def __init__(
+        self, batch_sampler: Any, world: World, *, split: bool, even: bool, sampler: Any
+    ) -> None:
+        self.batch_sampler, self._split, self.even = batch_sampler, split, even
+        if sampler is not None:
+            self.sampler = sampler
         self._rank, self.size = world.data_rank, world.data_size
-        self.batch_size = getattr(batches, "batch_size", None)
-        self.drop_last = bool(getattr(batches, "drop_last", False))
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
 
     def __len__(self) -> int:
         return self.length(self._rank)
@@ -347,8 +359,8 @@ class _Dealt(Sampler[list[int]]):
         """How many batches a rank has."""
         if self._split:
             # A rank may have none of the last one, which only going over it shows.
-            return len(self.batches)
-        full, rest = divmod(len(self.batches), self.size)
+            return len(self.batch_sampler)
+        full, rest = divmod(len(self.batch_sampler), self.size)
         if not rest or self.drop_last:
             return full
         return full + 1 if self.even or rank < rest else full
@@ -366,7 +378,7 @@ class _Dealt(Sampler[list[int]]):
         """A part of each batch; of fewer samples the last one alone counts."""
         each = size // self.size
         own, first, last = slice(each * self._rank, each * (self._rank + 1)), [], []
-        for last in self.batches:
+        for last in self.batch_sampler:
             first = first or list(last)
             if len(last) == size:
                 yield last[own]
@@ -381,7 +393,7 @@ class _Dealt(Sampler[list[int]]):
         """One batch of each round; a round whose last one has fewer samples is left out."""
         first: list[int] = []
         last, own, number = [], [], 0
-        for number, last in enumerate(self.batches, start=1):
+        for number, last in enumerate(self.batch_sampler, start=1):
             first += last if number <= self.size else []
             place = (number - 1) % self.size
             own = last if place == self._rank else own
@@ -407,7 +419,7 @@ class _Dealt(Sampler[list[int]]):
             place, last = place + 1, []
 
     def _whole(self) -> Iterator[list[int]]:
-        batches, first = iter(self.batches), []
+        batches, first = iter(self.batch_sampler), []
         while now := list(itertools.islice(batches, self.size)):
             first = first or now
             if len(now) < self.size and self.drop_last:
