@@ -219,6 +219,12 @@ def test_adam_is_adamw_unless_told_otherwise(params: Any, kind: Any, expected: A
     assert type(engine.client_optimizer) is kind
     (group,) = engine.optimizer.param_groups
     assert (group["decoupled_weight_decay"], group["weight_decay"]) == expected
+    assert engine.optimizer_name() == "adam"
+
+
+def test_an_optimizer_is_not_given_the_norm_to_clip_to() -> None:
+    with pytest.raises(ConfigError, match="Write gradient_clipping beside the optimizer"):
+        start({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "max_grad_norm": 1.0}}})
 
 
 def test_fused_adam_steps_as_torchs() -> None:
@@ -438,6 +444,10 @@ def test_modules_stand_where_deepspeeds_do() -> None:
     x = torch.ones(1, 2, requires_grad=True)
     deepspeed.checkpointing.configure(None, partition_activations=False)
     assert torch.equal(deepspeed.checkpointing.checkpoint(layer, x), layer(x))
+    fixed = x.detach()
+    # As DeepSpeed's, which is reentrant.
+    assert not deepspeed.checkpointing.checkpoint(layer, fixed).requires_grad
+    assert deepspeed.checkpointing.non_reentrant_checkpoint(layer, fixed).requires_grad
     assert deepspeed.comm.get_world_size() == 1
     device = deepspeed.get_accelerator()
     assert device.device_name() in ("cpu", "cuda")

@@ -10,11 +10,17 @@ from unipar.compat.deepspeed_names import CHECKPOINTING
 
 
 def checkpoint(function: Any, *args: Any) -> Any:
-    """Call a function whose activations are not kept."""
+    """Call a function whose activations are not kept.
+
+    As in DeepSpeed its weights get gradients only if one of its arguments needs them, of which
+    torch warns.
+    """
+    return torchs.checkpoint(function, *args, use_reentrant=True)
+
+
+def non_reentrant_checkpoint(function: Any, *args: Any) -> Any:
+    """Call a function whose activations are not kept, and whose weights get gradients always."""
     return torchs.checkpoint(function, *args, use_reentrant=False)
-
-
-non_reentrant_checkpoint = checkpoint
 
 
 def configure(

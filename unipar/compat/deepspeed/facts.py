@@ -13,6 +13,9 @@ from unipar.compat.deepspeed_config import DEFAULT_CLIPPING
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
+_NAMED = ("adagrad", "adam", "adamw")
+"""Optimizers whose names DeepSpeed gives in small letters, however they are written."""
+
 
 class Facts(Keeping):
     """What there is to know of an engine."""
@@ -177,7 +180,9 @@ class Facts(Keeping):
     def optimizer_name(self) -> str | None:
         """The optimizer that the configuration names; of the script's own, its class."""
         named = (self.config.get("optimizer") or {}).get("type")
-        return named or (type(self.client_optimizer).__name__ if self.optimizer else None)
+        if named is None:
+            return type(self.client_optimizer).__name__ if self.optimizer else None
+        return named.lower() if named.lower() in _NAMED else named
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """The arguments of the optimizer that the configuration names."""
