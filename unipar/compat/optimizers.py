@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,6 +20,8 @@ from unipar.compat.run import current, own_randomness
 from unipar.engine import PrecisionPolicy, StepEngine, share_scale
 from unipar.engine.absent import LoopCalls
 from unipar.engine.divisions import constructor_arguments
+from unipar.engine.guard import FindUnused
+from unipar.engine.used import UsedAnywhere
 from unipar.errors import ConfigError, first_few
 from unipar.loss import LossSum
 from unipar.session import Session
@@ -175,8 +177,7 @@ class PreparedOptimizer(Optimizer):
                     if (call := held()) is not None:
                         call()
 
-                is_none = self._is_none() if self.alike else None
-                engine.lend_gradients(fetch, is_none, kept=self.alike)
+                engine.lend_gradients(fetch, self._unused_finder(), kept=self.alike)
             elif world.size > 1:
                 # What is there before the step is one rank's, where a script expects the mean.
                 engine.reducer.hides_gradients = True
@@ -427,18 +428,20 @@ class PreparedOptimizer(Optimizer):
         else:
             self._carried = zeros
 
-    def _is_none(self) -> Callable[[nn.Parameter], bool]:
-        """Whether a parameter without a gradient on this rank has none on any."""
-        held = weakref.ref(self)
+    def _unused_finder(self) -> FindUnused:
+        held = weakref.WeakMethod(self._find_unused)
+        return lambda parameters: call(parameters) if (call := held()) is not None else ()
 
-        def is_none(parameter: nn.Parameter) -> bool:
-            own = held()
-            return (
-                own is not None and own._known().uses_alike
-                and all(parameter is not one for one, _ in own._carried)
-            )  # fmt: skip
-
-        return is_none
+    def _find_unused(self, parameters: Sequence[nn.Parameter]) -> Collection[nn.Parameter]:
+        """Find, after a backward pass, parameters that have a gradient on no rank."""
+        carried = {one for one, _ in self._carried}
+        if self.alike or self._session.world.size == 1:
+            known = self._session.world.size == 1 or self._known().uses_alike
+            return [p for p in parameters if p.grad is None and p not in carried] if known else ()
+        if current.unsynced or not current.asks_for_unused():
+            return ()
+        trained = [p for p in parameters if p.requires_grad]
+        return UsedAnywhere(trained, None, carried).unused() if trained else ()
 
     def _add_carried(self) -> None:
         """Add what was there before the engine's backward passes, or beside them."""

@@ -145,6 +145,11 @@ class Run:
         asked = self._asked.get("strategy")
         return isinstance(asked, Mapping) and not asked.get("broadcast_buffers", True)
 
+    def asks_for_unused(self) -> bool:
+        """Whether the script says that passes may leave parameters unused (as DDP's option)."""
+        asked = self._asked.get("strategy")
+        return isinstance(asked, Mapping) and bool(asked.get("find_unused_parameters"))
+
     def asks_for_replicas(self) -> bool:
         """Whether the script trains whole replicas, whatever strategy runs."""
         divided = self.asks_to_divide()

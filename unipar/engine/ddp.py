@@ -29,8 +29,8 @@ from unipar.engine.inner import refuse_inner_gradients
 from unipar.engine.reducer import Reducer
 from unipar.engine.sparse import SparseSum, no_rows, sparse_parameters
 from unipar.engine.stepper import scale_gradients
+from unipar.engine.used import UsedAnywhere
 from unipar.errors import ConfigError
-from unipar.utils.host_copy import to_device
 from unipar.world import World
 
 _BUCKET_BYTES = 25 * 2**20
@@ -288,12 +288,7 @@ class DDPReducer(Reducer):
                 "backward of each micro-batch in `with engine.microbatch(last=…):`, or use "
                 "engine.train_step(batch, loss)."
             )
-        there = [p.grad is not None for p in parameters]
-        used = torch.tensor(there, dtype=torch.int32, device="cpu")
-        used = to_device(used, parameters[0].device)
-        telling = dist.all_reduce(used, dist.ReduceOp.MAX, group=group, async_op=True)
-        assert telling is not None
-        unused = [p for p in parameters if p.grad is None]
+        used = UsedAnywhere(parameters, group)
         flying: deque[_DenseSum | SparseSum] = deque()
         for bucket in _buckets(parameters, self._sparse):
             flying.append(self._start(bucket, group))
@@ -301,12 +296,8 @@ class DDPReducer(Reducer):
                 flying.popleft().land()
         while flying:
             flying.popleft().land()
-        telling.wait()
-        if unused:
-            seen = dict(zip(parameters, used.tolist(), strict=True))
-            for parameter in unused:
-                if not seen[parameter]:
-                    parameter.grad = None
+        for parameter in used.unused():
+            parameter.grad = None
 
     def _start(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> _DenseSum | SparseSum:
         if bucket[0] in self._sparse:

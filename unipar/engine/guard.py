@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,6 +23,13 @@ Mark = tuple[int, int]
 """Which gradient a parameter has, and how often it was changed; not its values."""
 
 NOTHING: Mark = (id(None), 0)
+
+FindUnused = Callable[[Sequence[nn.Parameter]], Collection[nn.Parameter]]
+
+
+def find_none(_: Sequence[nn.Parameter]) -> Collection[nn.Parameter]:
+    """Nobody knows which are unused."""
+    return ()
 
 
 class GradientGuard:
@@ -44,7 +51,7 @@ class GradientGuard:
         self._parameters = list(reducer.module.parameters())
         self.nothing = [NOTHING] * len(self._parameters) if reducer.watches_gradients else []
         self._why = Absence()
-        self._is_none: Callable[[nn.Parameter], bool] | None = None
+        self._find_unused: FindUnused = find_none
         self.lends = self._kept = False
         # One for each parameter, once there is one.
         self._absents: list[AbsentGradient | None] = [None] * len(self._parameters)
@@ -123,17 +130,19 @@ class GradientGuard:
     def lend(
         self,
         fetch: Callable[[], None],
-        is_none: Callable[[nn.Parameter], bool] | None,
+        find_unused: FindUnused,
         kept: bool,
     ) -> None:
         """Let a loop use the gradient of a step, which is fetched when it does so.
 
         Args:
             fetch: puts it into ``parameter.grad``, and calls :meth:`lent`.
-            is_none: whether a parameter without a gradient will have none.
+            find_unused: finds among parameters, after each backward pass, those that are used on no
+                rank.
             kept: whether the loop may do what it likes before a step's first backward pass.
         """
-        self._why.fetch, self._is_none, self._kept, self.lends = fetch, is_none, kept, True
+        self._why.fetch, self._find_unused, self._kept = fetch, find_unused, kept
+        self.lends = True
 
     def lent(self) -> None:
         """The gradient of the step is there, and the loop may do with it what it likes."""
@@ -160,6 +169,7 @@ class GradientGuard:
         """
         self._why.stepped = stepped
         if self._reducer.hides_gradients or self.lends:
+            unused = {*self._find_unused(self._parameters)}
             # A framework's own class of parameters may do things when they are set.
             with torch._C.DisableTorchFunctionSubclass():
                 for index, parameter in enumerate(self._parameters):
@@ -167,7 +177,7 @@ class GradientGuard:
                     # One that was frozen since has the gradient of an earlier pass.
                     if grad is None and not parameter.requires_grad:
                         continue
-                    if grad is None and self._is_none is not None and self._is_none(parameter):
+                    if grad is None and parameter in unused:
                         continue
                     absent = self._absents[index]
                     # ZeRO's third stage changes the shapes of parameters.

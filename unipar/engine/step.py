@@ -24,7 +24,7 @@ from unipar.engine.divider import Divider, PartOf
 from unipar.engine.divisible import has_modes
 from unipar.engine.divisors import Divisors
 from unipar.engine.first_step import watch_first_step
-from unipar.engine.guard import GradientGuard, guard_optimizer
+from unipar.engine.guard import FindUnused, GradientGuard, find_none, guard_optimizer
 from unipar.engine.inner import backward_pass
 from unipar.engine.kept_buffers import KeptBuffers
 from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
@@ -587,7 +587,7 @@ class StepEngine(Engine):
     def lend_gradients(
         self,
         fetch: Callable[[], None] | None = None,
-        is_none: Callable[[nn.Parameter], bool] | None = None,
+        find_unused: FindUnused = find_none,
         *,
         kept: bool = False,
     ) -> None:
@@ -599,13 +599,13 @@ class StepEngine(Engine):
         Args:
             fetch: called once the loop asks for it, and calls :meth:`fetch_gradients`; left out:
                 that itself.
-            is_none: whether a parameter that has no gradient on this rank has none on any other;
-                left out: nobody knows, and it is taken to have one.
+            find_unused: finds among parameters those that have a gradient on no rank, after each
+                backward pass; left out: nobody knows, and all are taken to have one.
             kept: whether the loop itself keeps what is there as a step's first backward pass
                 begins; else it is not to put anything there.
         """
         if isinstance(self.stepper, OptimizerStepper) and not self.reducer.hides_gradients:
-            self._guard.lend(fetch or self.fetch_gradients, is_none, kept)
+            self._guard.lend(fetch or self.fetch_gradients, find_unused, kept)
 
     def hide_gradients(self) -> None:
         """After a step that has cleared them: let nobody find none where others have them."""
