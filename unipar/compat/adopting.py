@@ -411,12 +411,14 @@ def start() -> None:
     if place is not None and place.size > 1:
         adoption.draws = _draws(place)
     hooks.put(adoption)
+    current.claim = adoption.leave
     explain_spawned()
 
 
 def stop() -> None:
     """End the run, and leave what is built from now on to torch."""
     close()
+    current.claim = lambda _: None
     hooks.take_back()
 
 

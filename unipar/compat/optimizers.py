@@ -134,6 +134,7 @@ class PreparedOptimizer(Optimizer):
             ConfigError: the strategy cannot do it; or another optimizer trains the model.
         """
         session = self._session
+        current.claim(self.optimizer)
         if self.frozen is None:
             self.frozen = frozen_in(model.module)
         if model.training_by is not None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from unipar.compat.runconfig import ScriptConfig, file_beside_script, read_config
 from unipar.errors import ConfigError
@@ -44,6 +45,7 @@ class Run:
         backend: what the script has asked its processes to be joined by, if it has.
         unasked: whether they are joined for the run alone, and the script has not asked for it.
         unsynced: whether what is called now is within a no_sync().
+        claim: called with an optimizer that a face was given, which no other is to find.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class Run:
         self.session: Session | None = None
         self.backend: str | None = None
         self.unasked = self.unsynced = False
+        self.claim: Callable[[Optimizer], None] = lambda _: None
         self._asked: dict[str, Any] = {}
         self._world: World | None = None
         self._placement: Placement | None = None
@@ -257,8 +260,9 @@ class Run:
 
     def close(self) -> None:
         """End the run, if there is one. Another may follow."""
-        session, world, undo = self.session, self._world, self._undo
+        session, world, undo, claim = self.session, self._world, self._undo, self.claim
         self.__init__()
+        self.claim = claim
         undo()
         if session is not None:
             session.__exit__(None, None, None)

@@ -70,6 +70,13 @@ class Adopter(Script):
         self._passed.clear()
         hooks.watch(True)
 
+    def leave(self, optimizer: Optimizer) -> None:
+        """Leave an optimizer that waits for its model to another face."""
+        rest = [ref for ref in self._pending if ref() is not optimizer]
+        if len(rest) < len(self._pending):
+            self._pending = rest
+            optimizer.__class__ = type(optimizer)._unipar_kind  # pyright: ignore
+
     def note_wrapped(self, one: Any) -> None:
         """Take notice of a model, or an optimizer, that the script gives to a framework."""
         self._wrapped.add(one)
