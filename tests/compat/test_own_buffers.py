@@ -169,6 +169,23 @@ def test_ranks_keep_the_buffers_that_their_models_come_with(
     assert found == [[[rank, rank], [rank, rank]] for rank in range(2)]
 
 
+def taught() -> list[float]:
+    """What a frozen teacher gives that each rank has made for itself."""
+    accelerator = Accelerator()
+    torch.manual_seed(accelerator.process_index)
+    teacher = accelerator.prepare(nn.Linear(4, 1).requires_grad_(False))
+    return [*teacher.module.weight[0].tolist(), teacher(torch.ones(4)).item()]
+
+
+def test_a_teacher_is_each_ranks_own_as_accelerate_leaves_it(world_pool: Any) -> None:
+    found = world_pool(2).run(under, "ddp", taught)
+    for rank in range(2):
+        torch.manual_seed(rank)
+        own = nn.Linear(4, 1)
+        expected = [*own.weight[0].tolist(), own(torch.ones(4)).item()]
+        assert found[rank] == pytest.approx(expected)
+
+
 def trained(model: nn.Module, accelerator: Accelerator, *, ddp: bool) -> tuple[Any, Any]:
     """A model by torch's DDP or by the face, and what trains it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -69,7 +69,8 @@ class PreparedModel(nn.Module):
     """A model that is called as before, in the run's precision and with outputs in fp32.
 
     Names of parameters are the module's own. What else it has is found on it, too. Until an
-    optimizer comes that trains it, it computes by itself, with rank 0's weights.
+    optimizer comes that trains it, it computes by itself, with rank 0's weights unless a face says
+    otherwise.
 
     Args:
         module: the user's.
@@ -219,11 +220,12 @@ class PreparedModel(nn.Module):
         device = self._unipar_session.world.device
         return torch.autocast(device.type, self._unipar_half, enabled=self._unipar_half is not None)
 
-    def share_weights(self, *, buffers: bool = True) -> None:
+    def share_weights(self, *, parameters: bool = True, buffers: bool = True) -> None:
         """Move a model that computes by itself, and give it rank 0's weights, once. Collective.
 
         Args:
-            buffers: whether its buffers are rank 0's, too.
+            parameters: whether its parameters are rank 0's.
+            buffers: whether its buffers are.
         """
         if self._unipar_shared or self.training_by is not None:
             return
@@ -232,8 +234,8 @@ class PreparedModel(nn.Module):
         if self._unipar_device is not None:
             self.module.to(self._unipar_device)
         with own_randomness(world.device):
-            shared = [*self.module.parameters(), *(self.module.buffers() if buffers else ())]
-            broadcast_tensors(shared, world)
+            shared = list[torch.Tensor](self.module.parameters() if parameters else ())
+            broadcast_tensors([*shared, *(self.module.buffers() if buffers else ())], world)
 
     def _refuse_untrained(self, gradient: torch.Tensor) -> None:
         raise ConfigError(

@@ -323,7 +323,9 @@ class Accelerator(Exchange, Keeping):
         prepared = PreparedModel(model, self._session, half=self._half, device=device)
         self._models.append(prepared)
         if not any(one.requires_grad for one in model.parameters()):
-            prepared.share_weights(buffers=not current.asks_for_own_buffers())
+            # Accelerate 1.15.0 wraps what is trained in DDP, which shares weights, and no other.
+            shares = not self._by_ddp
+            prepared.share_weights(parameters=shares, buffers=shares)
         return prepared
 
     def _add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
