@@ -128,6 +128,8 @@ class Placed(nn.Module):
 
 def placed(face: str) -> list[list[float]]:
     """The buffers of a rank, once its model was taken up, and after steps."""
+    found: Any
+    optimizer: Any
     if face == "deepspeed":
         deepspeed.init_distributed("gloo")
         config = {"train_micro_batch_size_per_gpu": 6, "zero_optimization": {"stage": 1}}

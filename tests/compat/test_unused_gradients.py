@@ -51,6 +51,7 @@ def scale_by_hand(kind: str, passes: int = 1) -> list[float]:
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     rank, found = current.world().rank, []
     for step, heads in enumerate(HEADS):
+        loss = torch.zeros(())
         for number in range(passes):
             torch.manual_seed(10 * step + 2 * number + rank)
             loss = wrapped(torch.randn(5, 6), heads[rank]).square().mean()
