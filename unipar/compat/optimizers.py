@@ -51,7 +51,8 @@ class PreparedOptimizer(Optimizer):
         optimizer: the user's.
         training: the engine of what it updates, once both are prepared.
         begun: whether a loss came since the last step.
-        cleared: whether gradients were dropped since the last loss of any model.
+        stepped: whether it has stepped since the last loss of any model.
+        cleared: whether gradients were dropped since then, and not of a step that came since then.
         strayed: whether a loss that trains another model has left gradients in this one's.
         same_parameters: whether the script's framework is DDP, which asks that a backward pass
             gives gradients to the same parameters on every rank.
@@ -87,7 +88,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer = optimizer
         self._model: Callable[[], PreparedModel | None] = lambda: None
         self.training: Training | None = None
-        self.begun = self.cleared = self.strayed = self.uncleared = False
+        self.begun = self.cleared = self.strayed = self.uncleared = self.stepped = False
         self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
         self._limit: float | None = None
         self._norm: StepNorm | None = None
@@ -387,7 +388,7 @@ class PreparedOptimizer(Optimizer):
         except BaseException:
             training.failed = True
             raise
-        training.called, self.uncleared = False, self.clears
+        training.called, self.uncleared, self.stepped = False, self.clears, True
         if norm is not None and not norm.settled:
             norm.settle(self._last)
 
@@ -409,7 +410,8 @@ class PreparedOptimizer(Optimizer):
         for parameter in held:
             parameter.grad = None
         training.failed = self.strayed = self.uncleared = False
-        self.cleared = self._dropped = True
+        # What is cleared after its step tells nothing of the loss that comes next.
+        self.cleared, self._dropped = not self.stepped, True
         self._forget()
         if set_to_none:
             return
@@ -725,12 +727,16 @@ def trained_by(
     # A GAN's loss of its generator goes through the critic, which only its own loss is to
     # train: the script clears the gradients of the one that it trains, or that comes first.
     chosen = [one for one in found if one.model is model] or [one for one in found if one.cleared]
-    if not chosen or all(one.alike and one.lends_gradients for one in found):
+    whole = all(one.lends_gradients for one in found)
+    if not chosen or (whole and all(one.alike for one in found)):
         chosen = found
-    if len(chosen) > 1 and not all(one.lends_gradients for one in chosen):
+    elif whole:
+        # It adds to what a step has already, be that meant or not.
+        chosen = [one for one in found if one in chosen or one.begun]
+    if not whole:
         chosen = chosen[:1]
     for one in trained:
-        one.cleared = False
+        one.cleared = one.stepped = False
         one.strayed |= one in found and one not in chosen
     return chosen
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from unipar.combined import optimizers_in
 from unipar.engine.absent import Absence, AbsentGradient, LoopCalls
 from unipar.engine.average import LossAverage
-from unipar.engine.inner import passes_begun
+from unipar.engine.inner import HIDING, passes_begun
 from unipar.engine.reducer import Reducer
 from unipar.errors import ConfigError, first_few
 
@@ -185,6 +185,8 @@ class GradientGuard:
                         absent = self._absents[index] = AbsentGradient.of(parameter, self._why)
                     parameter.grad = absent
                     self._hidden.append((parameter, grad, absent))
+            if self._hidden:
+                HIDING.add(self)
         self._marks = self.look()
 
     def lifted(self) -> AbstractContextManager[None]:
@@ -239,6 +241,7 @@ class GradientGuard:
         self._refuse([p for p, a, b in triples if b != a and (begun or b != NOTHING)])
 
     def _show(self) -> None:
+        HIDING.discard(self)
         with torch._C.DisableTorchFunctionSubclass():
             while self._hidden:
                 parameter, grad, absent = self._hidden.pop()

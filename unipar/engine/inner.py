@@ -7,8 +7,11 @@ and the next one then computes with what it has left: other numbers, or an error
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +23,18 @@ _passes = 0
 _begun = 0
 
 
+class Hiding(Protocol):
+    """What has put stand-ins in the place of gradients."""
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Surround a pass with ``None`` where they are."""
+        ...
+
+
+HIDING: weakref.WeakSet[Hiding] = weakref.WeakSet()
+"""All that have some at the moment."""
+
+
 class backward_pass:
     """Around a backward pass of an engine's own; gradients may go through any engine's model."""
 
@@ -27,9 +42,14 @@ class backward_pass:
         global _passes, _begun
         _passes += 1
         _begun += 1
+        self._lifted = contextlib.ExitStack()
+        for one in list(HIDING) if HIDING else ():
+            # Autograd adds in place to what it finds, and a stand-in has no memory for that.
+            self._lifted.enter_context(one.lifted())
 
     def __exit__(self, *_: object) -> None:
         global _passes
+        self._lifted.close()
         _passes -= 1
 
 

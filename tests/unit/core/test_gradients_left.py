@@ -10,6 +10,7 @@ from torch import nn
 
 from unipar import ConfigError, Session
 from unipar.data.batch import Batch, MicroBatch
+from unipar.engine import StepEngine
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -56,3 +57,18 @@ def test_a_loss_function_leaves_no_gradient(num: int, left: bool) -> None:
         assert torch.equal(model.weight, before)
         engine.train_step(BATCH, mean)
         torch.testing.assert_close(before - model.weight.detach(), torch.ones(1, 2))
+
+
+def test_what_another_engines_pass_adds_to_gradients_that_are_not_shown_is_refused() -> None:
+    """Autograd would add in place to the stand-in of one, which has no memory."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    with Session("single", device="cpu") as session:
+        made = session.prepare(first, optimizer=sgd, name="first")
+        judging = session.prepare(second, optimizer=sgd, name="second")
+        assert isinstance(made, StepEngine)
+        made.lend_gradients()
+        made.backward(made(X).mean(), num_items=2)
+        judging.backward(judging(made(X)).mean(), num_items=2)
+        with pytest.raises(ConfigError, match="let no backward pass of another model"):
+            made.backward(made(X).mean(), num_items=2)
+        judging.step()
