@@ -19,7 +19,7 @@ from unipar.data import Loader
 from unipar.data.batch import Batch
 from unipar.data.feed import copies_to, fed, pins_for
 from unipar.data.randomness import draw_alike
-from unipar.engine import StepEngine, Undo, refuse_copies
+from unipar.engine import ModuleState, StepEngine, Undo, refuse_copies
 from unipar.engine.checks import (
     CheckedModel,
     check_capabilities,
@@ -28,6 +28,7 @@ from unipar.engine.checks import (
     check_initial_weights,
     check_model,
 )
+from unipar.engine.held_groups import HeldGroups
 from unipar.engine.parameter_hooks import ParameterHooks
 from unipar.engine.repeatable import explain_recomputed
 from unipar.engine.replicas import Replicas
@@ -376,6 +377,8 @@ class Session:
             engine.hooks = ParameterHooks(
                 hooked, engine.module, called=whole, alone=self.world.data_size == 1
             )
+        if self.capabilities.sharded or self.world.size > 1:
+            self._hold_groups(engine)
         if not whole:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))
         if isinstance(engine, StepEngine) and parallelize is None:
@@ -386,6 +389,14 @@ class Session:
             torch.manual_seed(self._seed + 1_000_003 * stream)
         draw_alike(self.world)
         return engine
+
+    def _hold_groups(self, engine: Engine) -> None:
+        """Refuse steps once the optimizer's groups hold what the strategy does not know."""
+        if isinstance(engine, StepEngine) and engine.optimizer is not None:
+            partial = isinstance(engine.state, ModuleState) and engine.state.partial
+            engine.groups = HeldGroups(
+                engine.optimizer, engine.module.parameters(), self.strategy.name, apart=partial
+            )
 
     def release(self, name: str) -> None:
         """Let go of an engine, which cannot be used afterwards; another may take its name.

@@ -187,6 +187,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         if stored is not None:
             self.optimizer.state.clear()
         self.takes_up(model, **asked)
+        self._taken = self._held()
         if stored is not None:
             self.import_numbered(stored)
         self._find_apart()
@@ -358,6 +359,7 @@ class AdoptedOptimizer(PreparedOptimizer):
 
     def export_numbered(self) -> dict[str, Any]:
         """The whole state, whatever ranks divide. Collective."""
+        self._renumber()
         found = self.gathered().state_dict()
         state = {
             number: found["state"][outer(name)] for number, name in enumerate(self._names())
@@ -371,6 +373,7 @@ class AdoptedOptimizer(PreparedOptimizer):
 
     def import_numbered(self, stored: Mapping[str, Any]) -> None:
         """Take over whole state, by numbers or by the names of parameters. Collective."""
+        self._renumber()
         names = self._names()
         error = None
         if stored and "state" not in stored:
@@ -394,6 +397,17 @@ class AdoptedOptimizer(PreparedOptimizer):
     def gathered(self, *, rank0_only: bool = False) -> GatheredOptimizer:
         """The whole of what ranks may have parts of, by the names of parameters."""
         return GatheredOptimizer(self._known().engine, self.world, rank0_only=rank0_only)
+
+    def _renumber(self) -> None:
+        """Count what a script has put into the groups since, where a strategy lets it."""
+        groups = getattr(self._known().engine, "groups", None)
+        if self._held() != self._taken and (groups is None or not groups.apart):
+            self._taken, self._numbered = self._held(), []
+            for group in self.optimizer.param_groups:
+                self.number(group)
+
+    def _held(self) -> list[list[int]]:
+        return [[id(one) for one in group["params"]] for group in self.optimizer.param_groups]
 
     def _names(self) -> list[str]:
         return [name for names in self._numbered for name in names]

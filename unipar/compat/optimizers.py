@@ -16,11 +16,14 @@ from torch.optim import Optimizer
 from unipar.compat.models import Calls, PreparedModel, Training, led_to
 from unipar.compat.norms import StepNorm
 from unipar.compat.own_methods import run_own
+from unipar.compat.parts_of_state import PartsOfState
 from unipar.compat.run import current, own_randomness
 from unipar.engine import PrecisionPolicy, StepEngine, share_scale
 from unipar.engine.absent import LoopCalls
 from unipar.engine.divisions import constructor_arguments
 from unipar.engine.guard import FindUnused
+from unipar.engine.held_groups import HeldGroups
+from unipar.engine.state import local_optimizers
 from unipar.engine.used import UsedAnywhere
 from unipar.errors import ConfigError, first_few
 from unipar.loss import LossSum
@@ -196,11 +199,23 @@ class PreparedOptimizer(Optimizer):
             # Not once a step and in saves, but in the passes in which DDP does it.
             engine.reducer.shares_buffers &= self.alike
             engine.leaves_buffers = not self.alike
+            self._hold_groups(engine)
         # A scheduler that a script has left over has this optimizer, and is to hold no model.
         self._model = (lambda: model) if self.keeps_model else weakref.ref(model)
         self.training = model.trained_by(engine, self.drop)
         self.training.shares_buffers = shares
         _MODELS[engine] = weakref.ref(model)
+
+    def _hold_groups(self, engine: StepEngine) -> None:
+        """Have the engine look at the groups that the script has."""
+        session, optimizer = self._session, self.optimizer
+        if engine.optimizer is not optimizer:
+            # It is divided by another one.
+            known = engine.module.parameters()
+            engine.groups = HeldGroups(optimizer, known, session.strategy.name, apart=True)
+        elif self.alike and not session.capabilities.sharded:
+            # Gradients of what no engine has are the same on all ranks.
+            engine.groups = None
 
     def _over(self, model: PreparedModel) -> Any:
         """Give the user's optimizer the parameters that take the place of those that it has."""
@@ -538,7 +553,22 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.optimizer.state
+        engine, model = None if self.training is None else self.training.engine, self.model
+        if model is None or not isinstance(engine, StepEngine) or engine.optimizer is None:
+            return self.optimizer.state
+        if engine.groups is None or not engine.groups.apart:
+            return self.optimizer.state
+        (steps,) = local_optimizers(engine.optimizer)
+        return PartsOfState(steps, model.name_of, self._session.strategy.name)
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        held = self.state
+        if isinstance(held, PartsOfState):
+            held.clear()
+            held.update(value)
+        else:
+            self.optimizer.state = value
 
     @property
     def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -552,7 +582,8 @@ class PreparedOptimizer(Optimizer):
             raise ConfigError(
                 "add_param_group came after the model and its optimizer were prepared, and the "
                 f"strategy '{self._session.strategy.name}' knows what it divides since then. Add "
-                "the group before, or use ddp."
+                "the group before; or use a strategy that leaves the optimizer whole, such as ddp "
+                "without shard_optimizer."
             )
         held = len(self.optimizer.param_groups)
         self.optimizer.add_param_group(param_group)

@@ -236,18 +236,23 @@ def _named_state(state_dict: Mapping[str, Any]) -> bool:
 def _of_engine(name: str) -> property:
     """What an engine's optimizer has, once there is one."""
 
-    def held(self: Any) -> dict[str, Any]:
-        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
-        return self.__dict__ if adopted is None else adopted.optimizer.__dict__
-
     def get(self: Any) -> Any:
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is not None:
+            return getattr(adopted, name)
         try:
-            return held(self)[name]
+            return self.__dict__[name]
         except KeyError:
             raise AttributeError(name) from None
 
     def put(self: Any, value: Any) -> None:
-        held(self)[name] = value
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is None:
+            self.__dict__[name] = value
+        elif name == "state":
+            adopted.state = value
+        else:
+            adopted.optimizer.__dict__[name] = value
 
     return property(get, put)
 

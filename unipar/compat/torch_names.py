@@ -91,6 +91,12 @@ REFUSED = Table(
         "or use ddp. And, on ranks with data of their own, of parameters of another model, whose "
         "gradients no rank would sum: give these an optimizer of their own, and clear both "
         "before each loss."),
+    Row("optimizer.param_groups[0]['params']=… optimizer.param_groups.pop()", "refused",
+        "By the next step, where add_param_group is. Under fsdp groups may lose parameters, and "
+        "get others that model.parameters() gives since the first forward pass."),
+    Row("optimizer.state[p]", "refused",
+        "Under zero1, zero2, zero3 and ddp with shard_optimizer, which have state in tensors of "
+        "their own, or on another rank. Use ddp; what is saved and loaded is whole."),
     Row("autocast()", "refused",
         "Around some forward passes of training and not around others: engines compute all of them "
         "in one precision, that of the first."),

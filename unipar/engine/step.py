@@ -25,6 +25,7 @@ from unipar.engine.divisible import has_modes
 from unipar.engine.divisors import Divisors
 from unipar.engine.first_step import watch_first_step
 from unipar.engine.guard import FindUnused, GradientGuard, find_none, guard_optimizer
+from unipar.engine.held_groups import HeldGroups
 from unipar.engine.inner import backward_pass
 from unipar.engine.kept_buffers import KeptBuffers
 from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
@@ -87,6 +88,8 @@ class StepEngine(Engine):
         agreement: what ranks are to have in common.
         hooks: of the parameters, which are looked at before each backward pass; ``None`` where
             they are not.
+        groups: of the optimizer, which are looked at before each step; ``None`` where they may
+            hold anything.
         leaves_buffers: whether what is saved has rank 0's buffers, and each rank keeps its own.
     """
 
@@ -155,6 +158,7 @@ class StepEngine(Engine):
         self._reduced: tuple[float, float, float] | None = None
         self.agreement = Agreement(optimizer, world, self.reducer)
         self.hooks: ParameterHooks | None = None
+        self.groups: HeldGroups | None = None
         self._last_step: LastStep | None = None
         self._buffers = KeptBuffers(module) if spec.on_nan == "skip" else None
         self._skips = Skips(tells=world.is_main)
@@ -358,6 +362,8 @@ class StepEngine(Engine):
                 )
 
     def _update(self, max_grad_norm: float | None = None) -> StepResult:
+        if self.groups is not None:
+            self.groups.check()
         loss, count, divisor = self._reduced or self._reduce()
         self._clear()
         # The device has come past that step by now, in which it began to reduce this one's loss.
@@ -379,6 +385,8 @@ class StepEngine(Engine):
         if self._untried and self.optimizer is not None:
             step = functools.partial(watch_first_step, self.optimizer, self.world, step)
         norm, stepped, finite = step()
+        if self.groups is not None:
+            self.groups.note()
         self._untried = self._untried and not stepped
         if not self._guard.lends:
             self.reducer.clear()
@@ -792,6 +800,8 @@ class StepEngine(Engine):
             return
         if self.optimizer is not None:
             self.state.import_optimizer(source)
+            if self.groups is not None:
+                self.groups.note()
         import_scheduler(self.lr_scheduler, source)
         self.precision.import_state(source)
         self.num_steps = int(source.extra.get("num_steps", 0))
