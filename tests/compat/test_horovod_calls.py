@@ -86,3 +86,47 @@ def test_a_compressor_of_the_scripts_own_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"Use hvd.Compression.fp16 or none"):
         hvd.DistributedOptimizer(optimizer, compression=InBF16)
+
+
+def mixed(first: str, second: str) -> list[float]:
+    """One loss through two models; how its step changes what the first rank's alone would."""
+    hvd.init()
+    torch.manual_seed(0)
+    models = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    steps = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model.named_parameters(),
+            op=getattr(hvd, op),
+        )
+        for model, op in zip(models, (first, second), strict=True)
+    ]
+    loss = models[1](models[0](torch.ones(3, 2))).sum()
+    alone = torch.autograd.grad(loss, [one.weight for one in models], retain_graph=True)
+    before = [one.weight.detach().clone() for one in models]
+    loss.backward()
+    for one in steps:
+        one.step()
+    moved = [was - one.weight.detach() for was, one in zip(before, models, strict=True)]
+    return [float((a / b).mean()) for a, b in zip(moved, alone, strict=True)]
+
+
+def test_a_loss_of_two_models_is_summed_or_averaged_for_both(world_pool: Any) -> None:
+    for op, times in (("Average", 1.0), ("Sum", 2.0)):
+        for found in world_pool(2).run(plainly, "ddp", mixed, op, op):
+            assert found[0] == pytest.approx([times, times])
+    for said in world_pool(2).run(plainly, "ddp", mixed, "Average", "Sum"):
+        assert "op=hvd.Sum" in said
+        assert "Give both the same" in said
+
+
+def restored() -> list[float]:
+    hvd.init()
+    model = nn.Linear(2, 1)
+    hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1)).restore()
+    return []
+
+
+def test_nothing_is_restored_in_silence(world_pool: Any) -> None:
+    for said in world_pool(2).run(plainly, "ddp", restored):
+        assert "elastic.TorchState.restore() has no counterpart here. Nothing is kept" in said

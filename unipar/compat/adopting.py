@@ -190,6 +190,13 @@ class Adoption(Adopter):
             for each in found:
                 each.keep_what_is_there()
                 each.synced |= not current.unsynced
+            if size > 1 and any(each.summed is not one.summed for each in beside):
+                raise ConfigError(
+                    "this loss trains models of which one has hvd.DistributedOptimizer(op=hvd.Sum) "
+                    "and another op=hvd.Average, and one backward pass gives all of them gradients "
+                    "by one of the two. Give both the same: with Average, a learning rate of plain "
+                    "SGD that is hvd.size() times as high does what Sum does."
+                )
             self._scale_as_asked(loss, found)
             with drawing_again(one.world.device), self._unscaling(loss, found):
                 one.backward(

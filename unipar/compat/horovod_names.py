@@ -58,6 +58,9 @@ CALLS = Table(
     Row("join()", "refused",
         "On several ranks: they would run different numbers of steps, and an engine's steps are of "
         "all ranks. Use a DistributedSampler, which pads."),
+    Row("elastic.TorchState.restore()", "refused",
+        "Nothing is kept in memory, since ranks neither come nor go. Save what the run may go back "
+        "to, and load it: model.load_state_dict(…), optimizer.load_state_dict(…)."),
     Row("DistributedOptimizer(groups=…,num_groups=…,gradient_predivide_factor=…)", "ignored",
         "They say how gradients travel, and not what is computed."),
     Row("elastic.run(train)(state)", "kept",

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
 from unipar.compat.horovod.torch import calls as hvd
+from unipar.compat.horovod_names import CALLS
 from unipar.compat.run import current
 from unipar.compat.tables import Table
 
@@ -62,7 +63,15 @@ class TorchState:
     def commit(self) -> None:
         """Nothing: what a restart goes on from is written by ``save_state``."""
 
-    save = restore = check_host_updates = on_reset = commit
+    save = check_host_updates = on_reset = commit
+
+    def restore(self) -> None:
+        """Refused: see :meth:`commit`.
+
+        Raises:
+            ConfigError: always.
+        """
+        CALLS.refuse("elastic.TorchState.restore()")
 
 
 class ElasticSampler(Sampler[int]):
