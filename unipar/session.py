@@ -382,7 +382,12 @@ class Session:
         if not whole:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))
         if isinstance(engine, StepEngine) and parallelize is None:
-            engine.agreement.replicas = Replicas.of(engine.module, self.world, weights=whole)
+            engine.agreement.replicas = Replicas.of(
+                engine.module,
+                self.world,
+                weights=whole,
+                in_parts="optimizer" in self.capabilities.sharded,
+            )
         stream = self.world.layout.stream(self.world.rank)
         if stream > 0:
             # The first keeps that of a plain loop.

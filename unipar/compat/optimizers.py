@@ -168,7 +168,8 @@ class PreparedOptimizer(Optimizer):
         if isinstance(engine, StepEngine):
             if not self.alike:
                 # What ranks do with their own parts of the data is the script's.
-                engine.agreement.replicas = None
+                replicas = engine.agreement.replicas
+                engine.agreement.replicas = replicas and replicas.of_script()
             engine.speak_of(
                 LoopCalls(
                     self.calls.backward, "the step", "the optimizer's zero_grad()", self.calls.clip

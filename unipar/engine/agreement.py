@@ -50,6 +50,11 @@ class Agreement:
             before = hash((before, self.replicas.take(steps)))
         return fingerprint(self._optimizer, before)
 
+    def note_step(self) -> None:
+        """The optimizer has stepped."""
+        if self.replicas is not None:
+            self.replicas.note_step()
+
     def note_late(self) -> None:
         """Note hyperparameters as they are after a step's loss has gone, for the next one's."""
         if self._optimizer is not None:

@@ -385,6 +385,7 @@ class StepEngine(Engine):
         if self._untried and self.optimizer is not None:
             step = functools.partial(watch_first_step, self.optimizer, self.world, step)
         norm, stepped, finite = step()
+        self.agreement.note_step()
         if self.groups is not None:
             self.groups.note()
         self._untried = self._untried and not stepped

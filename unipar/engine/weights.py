@@ -231,5 +231,6 @@ def _refusal(strategy: str, names: list[str]) -> ConfigError:
         f"{strategy}: the weights {listed} were changed outside of the optimizer, in the model's "
         "own forward pass or between two of them (nn.Embedding(max_norm=…), a momentum encoder, "
         f"weights clamped in place). What {strategy} gives a model to compute with is a copy, so "
-        "the change would be lost. Use strategy='ddp' or 'zero2', which keep parameters whole."
+        "the change would be lost. Use strategy='ddp', which keeps parameters whole; or 'zero2', "
+        "where all ranks change them alike."
     )
