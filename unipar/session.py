@@ -31,6 +31,7 @@ from unipar.engine.checks import (
 from unipar.engine.held_groups import HeldGroups
 from unipar.engine.parameter_hooks import ParameterHooks
 from unipar.engine.repeatable import explain_recomputed
+from unipar.engine.replaced import Held
 from unipar.engine.replicas import Replicas
 from unipar.engine.sharing import Sharing
 from unipar.errors import ConfigError, UniparError
@@ -369,7 +370,10 @@ class Session:
             with no_collection():
                 # Torch's optimizers import it when the first of them is made.
                 importlib.import_module("torch._dynamo")
+        held = Held(model) if isinstance(model, nn.Module) else None
         engine = self.strategy.prepare(prepared, self.world)
+        if held is not None:
+            held.lead_on()
         self._sharing.note(engine)
         self.engines[name] = engine
         whole = "parameters" not in self.capabilities.sharded

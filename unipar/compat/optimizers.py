@@ -23,6 +23,7 @@ from unipar.engine.absent import LoopCalls
 from unipar.engine.divisions import constructor_arguments
 from unipar.engine.guard import FindUnused
 from unipar.engine.held_groups import HeldGroups
+from unipar.engine.replaced import put_in_place
 from unipar.engine.state import local_optimizers
 from unipar.engine.used import UsedAnywhere
 from unipar.errors import ConfigError, first_few
@@ -398,6 +399,7 @@ class PreparedOptimizer(Optimizer):
         if self._carried:
             self.fetch_gradients()
         limit, norm = self._limit, self._norm
+        put_in_place(self.optimizer.param_groups)
         self._forget()
         try:
             self._last = training.engine.step(max_grad_norm=limit)

@@ -247,7 +247,7 @@ class Adopter(Script):
         module, kind = model.module, type(model.module)
         # An engine before this one has stepped last.
         adopted.uncleared = take_away(module.parameters())
-        there = [one for one in module.parameters() if one.grad is not None]
+        there = [one.grad for one in module.parameters() if one.grad is not None]
         same: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if not self.aware:
             # Ranks are given the weights that they have, which graphs of before may be of.
@@ -255,7 +255,7 @@ class Adopter(Script):
             same = torch.autograd._unsafe_preserve_version_counter(tuple(module.parameters()))  # pyright: ignore[reportPrivateImportUsage]
         with same:
             adopted.take_over(model, name=name, compile=compiled)
-        if not adopted.lends_gradients and any(bool(one.grad.any()) for one in there):  # pyright: ignore[reportOptionalMemberAccess]
+        if not adopted.lends_gradients and any(bool(grad.any()) for grad in there):
             session.release(name)
             raise ConfigError(
                 f"{kind.__name__} has gradients from before its first call, and strategy "

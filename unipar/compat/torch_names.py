@@ -93,10 +93,14 @@ REFUSED = Table(
         "before each loss."),
     Row("optimizer.param_groups[0]['params']=… optimizer.param_groups.pop()", "refused",
         "By the next step, where add_param_group is. Under fsdp groups may lose parameters, and "
-        "get others that model.parameters() gives since the first forward pass."),
+        "get others of the model."),
     Row("optimizer.state[p]", "refused",
         "Under zero1, zero2, zero3 and ddp with shard_optimizer, which have state in tensors of "
         "their own, or on another rank. Use ddp; what is saved and loaded is whole."),
+    Row("functional_call(model,weights,x) p.register_hook", "refused",
+        "Under fsdp, the former also under zero3: passes are by what is gathered of weights, and "
+        "so are gradients. Under fsdp weights may be changed in place, and by p.data = f(p.data), "
+        "also those of a list from before; or use ddp."),
     Row("autocast()", "refused",
         "Around some forward passes of training and not around others: engines compute all of them "
         "in one precision, that of the first."),

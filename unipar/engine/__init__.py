@@ -66,7 +66,11 @@ from unipar.engine.transforms import (
     refuse_shared_memory,
     repeated_blocks,
 )
-from unipar.engine.weights import keep_weights_in_place, refuse_changed_weights
+from unipar.engine.weights import (
+    keep_weights_in_place,
+    refuse_changed_weights,
+    refuse_other_weights,
+)
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -129,6 +133,7 @@ __all__ = [
     "refuse_copies",
     "refuse_hidden_outputs",
     "refuse_inner_gradients",
+    "refuse_other_weights",
     "refuse_parameter_hooks",
     "refuse_shared_memory",
     "repeated_blocks",

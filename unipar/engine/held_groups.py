@@ -69,10 +69,9 @@ class HeldGroups:
         if foreign:
             raise ConfigError(
                 f"the optimizer's param_groups were given {foreign} parameters that the model did "
-                "not have when it was prepared, or that the strategy has put others in the place "
-                "of since, so their gradients would not be summed over ranks. Take what is to be "
-                "in a group from model.parameters() after the first step; put what is new into "
-                "the model before its first forward pass, or give it an optimizer of its own."
+                "not have when it was prepared, so their gradients would not be summed over "
+                "ranks. Put what is new into the model before its first forward pass, or give it "
+                "an optimizer of its own."
             )
 
     def _now(self) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:

@@ -42,16 +42,9 @@ class ParameterHooks:
         Raises:
             ConfigError: there are such.
         """
-        numbers, since = self._count(), []
-        if numbers != self._numbers:
-            each = zip(self._names, numbers, self._numbers, strict=True)
-            since = [name for name, now, then in each if now > then]
+        since = self._since()
         if since and not self._called:
-            raise ConfigError(
-                f"{first_few(since)} of the model: a hook was put on the gradient of a parameter "
-                "after prepare. The strategy divides the model, so the hook would be called with a "
-                "part of the gradient, or not at all. Take it away, or use strategy='ddp'."
-            )
+            raise _lost(since)
         found = list(dict.fromkeys((*self._before, *since)))
         if not found or (is_whole and self._alone):
             return
@@ -64,7 +57,31 @@ class ParameterHooks:
             "batch in parameter.grad, under strategies that leave them whole, such as ddp."
         )
 
+    def check_called(self) -> None:
+        """Refuse all of them, of a model on whose parameters autograd calls none.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        if found := list(dict.fromkeys((*self._before, *self._since()))):
+            raise _lost(found)
+
+    def _since(self) -> list[str]:
+        numbers = self._count()
+        if numbers == self._numbers:
+            return []
+        each = zip(self._names, numbers, self._numbers, strict=True)
+        return [name for name, now, then in each if now > then]
+
     def _count(self) -> list[int]:
         # A framework may watch what its parameters are asked.
         with torch._C.DisableTorchFunctionSubclass():
             return [num_gradient_hooks(parameter) for parameter in self._parameters]
+
+
+def _lost(names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{first_few(names)} of the model: a hook was put on the gradient of a parameter, and the "
+        "strategy divides the model, so the hook would be called with a part of the gradient, or "
+        "not at all. Take it away, or use strategy='ddp'."
+    )

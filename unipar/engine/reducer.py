@@ -40,6 +40,8 @@ class Reducer:
             loop.
         reopens: whether a backward pass that seemed to be the last may be followed by another,
             after :meth:`reopen`.
+        calls_hooks: whether autograd calls hooks on the module's own parameters, with gradients of
+            their whole shape.
         trail: what passes came to, where ranks have to come to the same; ``None`` where they need
             not, or are compared otherwise.
     """
@@ -49,6 +51,7 @@ class Reducer:
     watches_gradients: bool = True
     shares_buffers: bool = False
     reopens: bool = False
+    calls_hooks: bool = True
     trail: Trail | None = None
 
     def __init__(

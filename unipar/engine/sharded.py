@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unipar.engine.precision import keep_scale_on_host
+from unipar.engine.replaced import replacement_of
 from unipar.engine.sharded_draws import draw_for_whole
+from unipar.engine.sharded_places import keep_in_place
 from unipar.errors import ConfigError, first_few
 from unipar.utils.torch_versions import reset_passes, sharded_groups
 
@@ -31,6 +33,9 @@ from unipar.utils.torch_versions import reset_passes, sharded_groups
 _MIXED = "got mixed torch.Tensor and DTensor"
 # torch 2.13, distributed/tensor/_sharding_prop.py, propagate_op_sharding_non_cached.
 _UNKNOWN = "does not have a sharding strategy registered"
+# torch 2.13, distributed/tensor/_dispatch.py, _propagate_op_sharding_dispatch_slow_path, with what
+# is the matter before it, such as a view across rows.
+_NO_LAYOUT = "Sharding propagation failed"
 # torch 2.13, csrc/autograd/variable.cpp, handle_view_on_rebase: FSDP gives modules such views.
 _CHANGED = "is a view and is being modified inplace"
 # torch 2.13, aten/src/ATen/native/Resize.h, checkInBoundsForStorage.
@@ -67,7 +72,9 @@ def explain_sharded(error: BaseException, strategy: str) -> str:
             "what it was given. Return all that the loss depends on; what a block leaves in an "
             f"attribute or a global is not seen. PyTorch says: {said}"
         )
-    if isinstance(error, NotImplementedError) and _UNKNOWN in said:
+    if (isinstance(error, NotImplementedError) and _UNKNOWN in said) or (
+        isinstance(error, RuntimeError) and _NO_LAYOUT in said and _MIXED not in said
+    ):
         return (
             f"an operation was given a tensor that is divided among ranks, as parameters are under "
             f"strategy '{strategy}' outside of the model's forward pass, and so is what is made of "
@@ -121,7 +128,8 @@ def _part_alone(part: nn.Module) -> str:
 def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], None]]:
     """Refuse gradients of shards, and numbers that are of one rank's shard.
 
-    Random numbers for shards are drawn as for whole parameters from here on.
+    Random numbers for shards are drawn as for whole parameters from here on, and FSDP has what is
+    put in their places, or it is refused.
 
     A gradient that comes to a shard itself, not to what FSDP has gathered, would miss the weighting
     of this rank's samples, which only FSDP's reduction makes the global batch's.
@@ -143,11 +151,12 @@ def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], N
     divided = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
     _SHARDS.update({parameter: (name, strategy) for name, parameter in divided})
     draw_for_whole(parameter for _, parameter in divided)
-    return [
+    hooks = [
         parameter.register_hook(partial(_refuse, name, strategy)).remove
         for name, parameter in divided
         if parameter.requires_grad
     ]
+    return [*hooks, *keep_in_place(module, strategy)]
 
 
 def _formatted(self: Any, format_spec: str) -> str:
@@ -187,7 +196,7 @@ def _run_to_no_shard(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     ``backward(inputs=…)`` would leave no gradient.
     """
     # torch 2.8 to 2.13: gradients of the outputs, retain_graph, create_graph, inputs, …
-    for one in args[3]:
+    for one in map(replacement_of, args[3]):
         if isinstance(one, torch.Tensor) and (found := _SHARDS.get(one)) is not None:
             name, strategy = found
             asked = "backward(inputs=…)" if kwargs.get("accumulate_grad") else "torch.autograd.grad"

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.combined import OPTIMIZER, optimizers_in
+from unipar.engine.replaced import put_in_place
 from unipar.errors import CheckpointError, ConfigError, first_few
 from unipar.state import (
     EngineState,
@@ -206,6 +207,7 @@ def _local_parameters(
     """Name, parameter, group and the mapping that has the state, of what this rank updates."""
     names = {id(p): name for name, p in module.named_parameters()}
     for local in local_optimizers(optimizer):
+        put_in_place(local.param_groups)
         for group in local.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in names:

@@ -339,6 +339,8 @@ class StepEngine(Engine):
         factor = weight / self.average.normalizer
         if self.hooks is not None and not self.average.keeps_scale:
             self.hooks.check(is_whole=last and weight == self.average.normalizer)
+        elif self.hooks is not None and not self.reducer.calls_hooks:
+            self.hooks.check_called()
         mark(self.num_steps + 1, "backward")
         if run is not None:
             run()

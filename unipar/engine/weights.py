@@ -87,6 +87,41 @@ def refuse_changed_weights(
     return stop
 
 
+def refuse_other_weights(module: nn.Module, strategy: str) -> Callable[[], None]:
+    """Refuse forward passes with other tensors in the places of parameters.
+
+    For a framework that leaves a module the parameters that it has, and knows no others.
+
+    Returns:
+        What takes the refusal back.
+    """
+    named = module.named_parameters()
+    own = [(module.get_submodule(name.rpartition(".")[0]), name, one) for name, one in named]
+
+    def look(module: nn.Module, args: Any) -> None:
+        places = [
+            (holder._parameters.get(name.rpartition(".")[2]), name, one)
+            for holder, name, one in own
+        ]
+        # A model may take one of its own away.
+        others = [name for there, name, one in places if there is not one and there is not None]
+        if others:
+            raise other_weights(others, strategy)
+
+    before: Any = torch.compiler.disable(look)
+    return module.register_forward_pre_hook(before, prepend=True).remove
+
+
+def other_weights(names: list[str], strategy: str) -> ConfigError:
+    """The error where passes would not be by what has the places of these parameters."""
+    return ConfigError(
+        f"{first_few(names)} of the model: something else has the place of the parameter, as where "
+        "torch.func.functional_call puts other weights there, or a script assigns to it. Under "
+        f"strategy '{strategy}' each rank has a part of a parameter, and passes are by what is "
+        "gathered of these. Use a strategy that leaves weights whole, such as ddp."
+    )
+
+
 class _Rules(NamedTuple):
     """What :func:`refuse_changed_weights` was given of the whole model."""
 

@@ -219,6 +219,7 @@ class ShardReducer(Reducer):
 
     # Between micro-batches they are inside FSDP; and a DTensor does not tell of all changes.
     hides_gradients = True
+    calls_hooks = False
 
     def __init__(self, module: nn.Module, world: World, accelerator: Accelerator) -> None:
         super().__init__(module, world, partial(_backward, accelerator))

@@ -205,6 +205,7 @@ class FlatReducer(Reducer):
     # FSDP1 frees a unit's parameters after its first backward pass, which other graphs still hold
     # views of (torch 2.13, distributed/fsdp/_runtime_utils.py, _post_backward_hook).
     holds_forwards = False
+    calls_hooks = False
 
     def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any, whole: Whole) -> None:
         run_backward = partial(start.booster.backward, optimizer=framework_optimizer)

@@ -89,6 +89,7 @@ class GeminiReducer(Reducer):
     # A forward pass clears what stands in `parameter.grad`, and there is no gradient to lose.
     hides_gradients = True
     watches_gradients = False
+    calls_hooks = False
 
     def __init__(self, wrapper: Any, held: Held, world: World) -> None:
         super().__init__(held.module, world)

@@ -144,6 +144,8 @@ class HybridReducer(Reducer):
         framework_optimizer: what it has made of the optimizer.
     """
 
+    calls_hooks = False
+
     def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any) -> None:
         run_backward = partial(start.booster.backward, optimizer=framework_optimizer)
         super().__init__(start.module, start.world, run_backward)

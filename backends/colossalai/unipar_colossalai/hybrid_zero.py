@@ -93,6 +93,8 @@ def prepare(start: Start) -> BoosterEngine:
 class HybridZeROReducer(ZeROReducer):
     """Averages gradients over replicas."""
 
+    calls_hooks = False
+
     def probing(self) -> NoReturn:
         refuse_probing()
 

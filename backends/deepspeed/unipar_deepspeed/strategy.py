@@ -26,6 +26,7 @@ from unipar.engine import (
     offload_activations,
     refuse_changed_weights,
     refuse_inner_gradients,
+    refuse_other_weights,
     refuse_shared_memory,
     with_divisible_optimizer,
 )
@@ -215,6 +216,7 @@ class DeepSpeedStrategy(Strategy):
             undo.append(
                 refuse_changed_weights(module, "zero3", gathered, between_passes=True, stays=False)
             )
+            undo.append(refuse_other_weights(module, self.name))
             undo.append(empty_outside(module, self.name))
         swapping = swapped.Swapping(deepspeed)
         refuse = options.unused_parameters == "refuse"

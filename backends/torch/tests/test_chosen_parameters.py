@@ -229,14 +229,25 @@ def test_a_choice_that_cannot_be_compared_is_refused(world_pool: WorldPools) -> 
     assert world_pool(2).run(looking, "ddp") == [1, 1]
 
 
-def penalized(placement: Placement, strategy: str) -> list[float]:
-    """The losses of steps on a penalty over parameters that were listed before."""
+def penalized(placement: Placement, strategy: str, early: bool) -> list[float]:
+    """The losses of steps on a penalty over parameters that were listed before.
+
+    Args:
+        placement: of the rank.
+        strategy: its name.
+        early: whether it was computed before, too.
+    """
     with unipar.Session(strategy, device="cpu", placement=placement) as session:
         model = build()
         listed = list(model.parameters())
 
+        def penalty() -> Any:
+            return sum(p.square().sum() for p in listed)
+
+        before = [penalty() for _ in range(3)] if early else []
+
         def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
-            return OBJECTIVE.loss(output, batch) + sum(p.square().sum() for p in listed)
+            return OBJECTIVE.loss(output, batch) + (before.pop() if early else penalty())
 
         engine = session.prepare(model, optimizer=by_name(model))
         objective = unipar.Objective(OBJECTIVE.inputs, loss)
@@ -245,10 +256,17 @@ def penalized(placement: Placement, strategy: str) -> list[float]:
         return [engine.train_step(one, objective).loss for one in parts]
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("strategy", DIVIDING)
 def test_a_loss_of_parameters_that_were_replaced_is_refused(
-    strategy: str, world_pool: WorldPools
+    strategy: str, early: bool, world_pool: WorldPools
 ) -> None:
-    with pytest.raises(ConfigError, match=r"gradient came to parameter '.*' as it was before"):
-        world_pool(2).run(penalized, strategy)
-    assert len(world_pool(2).run(penalized, "ddp")[0]) == 3
+    says = "the loss (is a DTensor: it was computed from parameters|depends on 'blocks)"
+    if early:
+        says = "gradient came to parameter '.*' as it was before"
+    with pytest.raises(ConfigError, match=says):
+        world_pool(2).run(penalized, strategy, early)
+
+
+def test_replicas_train_on_a_loss_of_parameters_that_were_listed(world_pool: WorldPools) -> None:
+    assert len(world_pool(2).run(penalized, "ddp", False)[0]) == 3

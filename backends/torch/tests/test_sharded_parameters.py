@@ -93,6 +93,10 @@ def counted(engine: Engine, data: torch.Tensor) -> None:
     torch.count_nonzero(engine.module.weight).item()  # pyright: ignore
 
 
+def flattened(engine: Engine, data: torch.Tensor) -> None:
+    nn.utils.parameters_to_vector(engine.module.parameters())
+
+
 def differentiated(engine: Engine, data: torch.Tensor) -> None:
     # None where it is allowed that no graph leads there, and a shard's is never in one.
     loss = engine(data).square().mean()
@@ -198,6 +202,10 @@ def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -
             marks=pytest.mark.skipif(
                 torch.__version__ < "2.11", reason="torch 2.8 counts no DTensor, and says so"
             ),
+        ),
+        (
+            flattened,
+            ["a tensor that is divided among ranks", "zero2", "Sharding propagation failed"],
         ),
         (differentiated, ["autograd.grad was asked for the gradient of parameter 'weight'"]),
         (differentiated_by_name, ["autograd.grad was asked for the gradient of parameter"]),

@@ -383,6 +383,8 @@ class StageReducer(Reducer):
         ties: what stages on two ranks both have.
     """
 
+    calls_hooks = False
+
     def __init__(self, held: Stages, world: World, ties: Ties) -> None:
         super().__init__(held, world)
         self._ties = ties

@@ -55,6 +55,7 @@ from unipar.engine.sharded import (
     scaler_of,
     total_norm_of_shards,
 )
+from unipar.engine.sharded_places import keep_in_place
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar.utils.torch_versions import recovering, sharded_groups
@@ -153,6 +154,7 @@ def prepare(
         every = options.reduce_scatter_every_microbatch
         reducer = ShardReducer(module, world, name, every=every, keeps=options.keeps_root)
     else:
+        undo += keep_in_place(module, name)
         reducer = DividedReducer(module, world)
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     optimizer = build_optimizer(spec, module, may_fuse=True)
@@ -232,6 +234,7 @@ class DividedReducer(Reducer):
 
     # Those of a part are not the layer's.
     hides_gradients = True
+    calls_hooks = False
 
     def finish(self) -> None:
         # Of what stands between divided layers each rank has a summand, and an optimizer's state
@@ -258,6 +261,7 @@ class ShardReducer(Reducer):
 
     # FSDP may have them; and a DTensor does not tell of all changes.
     hides_gradients = True
+    calls_hooks = False
 
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
 
