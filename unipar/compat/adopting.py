@@ -133,11 +133,13 @@ class Adoption(Adopter):
         engine = None if model.training_by is None else model.training_by.engine
         if not isinstance(engine, StepEngine):
             return _NOTHING
-        if engine.precision.autocasts:
+        if engine.precision.autocasts and engine.precision.may_leave_out:
             return engine.precision.left_out()
         self.tell(
-            "an evaluation under no autocast is computed in half precision as training is: the "
-            "strategy has weights in that. Use ddp, which rounds them in the pass alone."
+            "an evaluation under no autocast is computed in half precision as training is: "
+            "strategy '%s' has weights in that, or rounds them in every pass. Use ddp or zero2, "
+            "which round them under autocast alone.",
+            current.session.strategy.name if current.session else "",
         )
         return _NOTHING
 

@@ -55,7 +55,10 @@ class PrecisionPolicy:
         surrounds: whether :meth:`forward` gives anything but a context that does nothing.
         scaler: of the loss; ``None``: it is not scaled.
         as_asked: whether its scale is one that was asked for, or that of a checkpoint.
+        may_leave_out: whether forward passes have no autocast but this policy's, if they have one.
     """
+
+    may_leave_out: bool = True
 
     def __init__(
         self,
@@ -84,11 +87,13 @@ class PrecisionPolicy:
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
         """Compute in the weights' dtype, where autocast alone makes that another."""
-        before, self.surrounds = self.surrounds, False
+        before = self.autocasts, self.surrounds
+        # A framework may ask from within its own forward pass, too.
+        self.autocasts = self.surrounds = False
         try:
             yield
         finally:
-            self.surrounds = before
+            self.autocasts, self.surrounds = before
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale a loss for the backward pass."""

@@ -162,6 +162,9 @@ def _engine(
 class AcceleratePrecision(PrecisionPolicy):
     """Scales in ``accelerator.backward``; unscales where Accelerate clips, or else steps."""
 
+    # Accelerate hangs one of its own on the model's forward pass, or has FSDP round weights.
+    may_leave_out = False
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss
 

@@ -31,10 +31,12 @@ def hooks_in(module: nn.Module) -> set[Any]:
         # torch has its own, as of weight_norm. torch 2.13, nn/modules/module.py.
         found |= {("before", number) for number, hook in one._forward_pre_hooks.items()
                   if not type(hook).__module__.startswith("torch.")}  # fmt: skip
-    for one in module.parameters():
-        found |= {("parameter", number) for number in one._backward_hooks or ()}
-        after: Any = getattr(one, "_post_accumulate_grad_hooks", None)
-        found |= {("gradient", number) for number in after or ()}
+    # Parameters whose values are elsewhere refuse what is asked of them as tensors.
+    with torch._C.DisableTorchFunctionSubclass():
+        for one in module.parameters():
+            found |= {("parameter", number) for number in one._backward_hooks or ()}
+            after: Any = getattr(one, "_post_accumulate_grad_hooks", None)
+            found |= {("gradient", number) for number in after or ()}
     return found
 
 
