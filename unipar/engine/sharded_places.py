@@ -6,8 +6,10 @@ distributed/fsdp/_fully_shard/_fsdp_param.py).
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,18 @@ _DATA: Any = torch.Tensor.data
 
 _known = WeakTensorKeyDictionary()
 """What FSDP keeps of each shard, and how messages name it and its strategy."""
+
+_lent: ContextVar[bool] = ContextVar("_lent", default=False)
+
+
+@contextlib.contextmanager
+def lending_places() -> Iterator[None]:
+    """Let passes be by other tensors that this package puts in the places of parameters."""
+    token = _lent.set(True)
+    try:
+        yield
+    finally:
+        _lent.reset(token)
 
 
 def keep_in_place(root: nn.Module, strategy: str) -> list[Callable[[], None]]:
@@ -103,6 +117,8 @@ def _refuse_others(
     own: Sequence[tuple[Any, str]], strategy: str, module: nn.Module, args: Any
 ) -> None:
     """Refuse a forward pass that would not be by what has the places of parameters."""
+    if _lent.get():
+        return
     others = []
     for kept, name in own:
         place = kept._module_info

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unipar.engine import replace_forward
+from unipar.engine.sharded_places import lending_places
 from unipar.engine.trials import Draws, digest, host_generators, trial
 from unipar.errors import ConfigError, first_few
 from unipar.world import World
@@ -180,7 +181,7 @@ class _Check:
         ``None`` if that is not known.
         """
         generators = digest(host_generators())
-        with _apart(self._world.device), _gathered(self._block):
+        with _apart(self._world.device), _gathered(self._block), lending_places():
             try:
                 divided, draws = self._run(args, kwargs, whole=False)
             except (ConfigError, torch.OutOfMemoryError):
