@@ -33,7 +33,7 @@ def evaluated() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_evaluations_are_in_that_of_the_script(world_pool: Any, strategy: str) -> None:
     check(world_pool(2).run(plainly, strategy, evaluated), evaluated)
 
