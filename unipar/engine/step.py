@@ -522,9 +522,10 @@ class StepEngine(Engine):
     def zero_grad(self) -> None:
         if self._whole_steps:
             super().zero_grad()
-        if self.average.begun or self._loop.forwards or self._loop.broken:
+        if self.average.begun or self._loop.broken:
             self.give_up()
         else:
+            # A forward pass that has been is of the next loss.
             self._guard.clear()
 
     @contextlib.contextmanager

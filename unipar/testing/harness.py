@@ -156,8 +156,12 @@ def step_by_hand(
     engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
 ) -> StepResult:
     """Forward and backward pass of one micro-batch after the other."""
-    for microbatch in batch:
-        backward(engine, loss_fn(engine, move_to(microbatch.data, world.device)), microbatch)
+    for number, microbatch in enumerate(batch):
+        loss = loss_fn(engine, move_to(microbatch.data, world.device))
+        if number == 0:
+            # Where many loops clear gradients.
+            engine.zero_grad()
+        backward(engine, loss, microbatch)
     return engine.step()
 
 
