@@ -55,6 +55,65 @@ def unlike(first: Any, second: Any) -> list[float]:
     return []
 
 
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first: nn.Module = nn.Linear(4, 3)
+        self.second: nn.Module = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def by_two(wraps: str = "") -> list[float]:
+    """Two optimizers, of a model that is wrapped, or of its parts that are."""
+    model = Parts()
+    optimizers = [
+        torch.optim.SGD(model.first.parameters(), lr=0.1),
+        torch.optim.Adam(model.second.parameters(), lr=0.1),
+    ]
+    called: nn.Module = model
+    if wraps == "whole":
+        called = DDP(model)
+    elif wraps == "parts":
+        model.first, model.second = DDP(model.first), DDP(model.second)
+    for step in range(3):
+        for one in optimizers:
+            one.zero_grad()
+        x = torch.arange(24.0).reshape(2, 3, 4) / 10 + step
+        x = x[current.placement().rank] if wraps else x.flatten(0, 1)
+        called(x).square().mean().backward()
+        for one in optimizers:
+            one.step()
+    return [one.sum().item() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_of_what_is_wrapped_two_optimizers_are_refused(world_pool: Any, strategy: str) -> None:
+    for said in world_pool(2).run(plainly, strategy, partial(by_two, "whole")):
+        assert "a Parts is wrapped, and several optimizers update it (SGD and Adam)" in said
+        assert "not wrapped" not in said
+
+
+def around() -> list[float]:
+    model = Parts()
+    DDP(model)
+    stepped(model.first, torch.optim.SGD(model.first.parameters(), lr=0.1))
+    return []
+
+
+def test_a_part_that_is_called_around_what_wraps_it_is_refused(world_pool: Any) -> None:
+    for said in world_pool(2).run(plainly, "ddp", around):
+        assert "this Linear is a part of a Parts that is wrapped, and is called around" in said
+
+
+def test_parts_that_are_wrapped_for_themselves_have_one_each(world_pool: Any) -> None:
+    expected = by_two()
+    for found in world_pool(2).run(plainly, "ddp", partial(by_two, "parts")):
+        assert found == (pytest.approx(expected, rel=1e-5), [])
+
+
 def careful() -> list[float]:
     model = fully_shard(nn.Linear(4, 4))
     stepped(model, torch.optim.SGD(model.parameters(), lr=0.1), careful=True)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -178,11 +178,7 @@ class Adopter(Script):
         alone = current.placement().size == 1
         known = any(one in self._wrapped for one in (module, optimizer))
         if self.aware and not alone and not known:
-            raise ConfigError(
-                f"this {type(module).__name__} is trained on {current.placement().size} ranks that "
-                "have data of their own, and is not wrapped, so its replicas would drift apart. "
-                "Wrap it: DistributedDataParallel(model), or hvd.DistributedOptimizer(optimizer)."
-            )
+            self._refuse_unwrapped(module)
         session = self._open(module)
         self._names += 1
         name = "model" if "model" not in session.engines else f"model{self._names}"
@@ -212,6 +208,37 @@ class Adopter(Script):
         module.__dict__["_unipar"] = model
         self._trained.append(weakref.ref(adopted))
         weakref.finalize(optimizer, _release, session, name).atexit = False
+
+    def _refuse_unwrapped(self, module: nn.Module) -> NoReturn:
+        """Refuse a model that the script gives to no framework, itself or as a part of another."""
+        kind = type(module).__name__
+        for whole in self._wrapped:
+            if not isinstance(whole, nn.Module) or all(
+                one is not module for one in whole.modules()
+            ):
+                continue
+            held = {id(parameter) for parameter in whole.parameters()}
+            updating = [type(one).__name__ for one in self._waiting if held & _parameters(one)]
+            if len(updating) > 1:
+                raise ConfigError(
+                    f"a {type(whole).__name__} is wrapped, and several optimizers update it "
+                    f"({' and '.join(updating)}), of which one has all of its {kind}: an engine "
+                    "trains what is wrapped by one optimizer. Give one optimizer all parameters, "
+                    "in groups, each of which has its own lr and other options; or, under a "
+                    "strategy that leaves gradients whole, such as ddp, wrap each part for "
+                    "itself, as model.part = DistributedDataParallel(model.part), and give it "
+                    "its optimizer."
+                )
+            raise ConfigError(
+                f"this {kind} is a part of a {type(whole).__name__} that is wrapped, and is called "
+                "around that, so its replicas would drift apart. Call what wraps it, or wrap it "
+                "for itself: model.part = DistributedDataParallel(model.part)."
+            )
+        raise ConfigError(
+            f"this {kind} is trained on {current.placement().size} ranks that have data of their "
+            "own, and is not wrapped, so its replicas would drift apart. Wrap it: "
+            "DistributedDataParallel(model), or hvd.DistributedOptimizer(optimizer)."
+        )
 
     def _adopted(self, module: nn.Module, optimizer: Any, session: Session) -> AdoptedOptimizer:
         """The engine's side of an optimizer, with what the script says of its steps."""

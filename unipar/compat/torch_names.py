@@ -63,6 +63,9 @@ REFUSED = Table(
     Row("loss.backward();opt1.step();opt2.step()", "refused",
         "Under a strategy that divides gradients: a loss trains one model. Put both into one "
         "nn.Module with one optimizer, or use ddp."),
+    Row("ddp=DDP(model);SGD(model.a.parameters());Adam(model.b.parameters())", "refused",
+        "Under every strategy: what is wrapped is trained by one optimizer. Give it all "
+        "parameters, in groups; or use ddp, and wrap each part for itself: model.a=DDP(model.a)."),
     Row("p.grad", "refused",
         "Under a strategy that divides gradients, until they are cleared. Scale the loss, clip by "
         "clip_grad_norm_, or use ddp. On ranks with data of their own also between backward passes "
