@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -168,6 +168,7 @@ class AdoptedOptimizer(PreparedOptimizer):
     """
 
     calls: ClassVar[Calls] = _CALLS
+    keeps_gradients: ClassVar[bool] = True
     keeps_model: ClassVar[bool] = True
     summed = skips = synced = told_local = False
     passes = 0
@@ -217,6 +218,37 @@ class AdoptedOptimizer(PreparedOptimizer):
         """Whether a script may step by what it has put into ``parameter.grad`` itself."""
         return self.alike and self.lends_gradients and not self.strayed
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether a step is by what a script has put into ``parameter.grad`` itself."""
+        if self.begun:
+            return False
+        if self.alike:
+            return self.steps_by_hand
+        return self.by_own_gradients and self._has_some()
+
+    def _has_some(self, but: Collection[int] = ()) -> bool:
+        groups = self.optimizer.param_groups
+        held = (one for group in groups for one in group["params"])
+        return any(one.grad is not None and id(one) not in but for one in held)
+
+    @property
+    def by_own_gradients(self) -> bool:
+        """Whether each rank may step by what it has there, as under DDP."""
+        # Horovod averages what is there as it steps, too.
+        return (
+            self.same_parameters and self.lends_gradients and not self.divided and not self.strayed
+        )
+
+    def _own_gradients(self) -> str:
+        if not self.same_parameters or self.by_own_gradients:
+            return ""
+        return (
+            " Strategies that divide gradients, or an optimizer's state, step by what comes of it "
+            "alone: to step by gradients that a script puts into p.grad itself use ddp, without "
+            "shard_optimizer."
+        )
+
     def without_stand_ins(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward pass of another model's loss, which may go through this one's."""
         engine = self._known().engine
@@ -228,7 +260,8 @@ class AdoptedOptimizer(PreparedOptimizer):
         """Before a backward pass: have it add to the gradients that there are, as in PyTorch.
 
         Raises:
-            ConfigError: gradients of the last step are there in PyTorch, and are not here.
+            ConfigError: gradients of the last step are there in PyTorch, and are not here; or the
+                script has put some there that are this rank's own.
         """
         if self.uncleared and not self.lends_gradients:
             raise ConfigError(
@@ -244,6 +277,9 @@ class AdoptedOptimizer(PreparedOptimizer):
             stays, self.uncleared = engine.module.parameters(), False
         elif self.lends_gradients and not self.begun:
             stays = self._apart
+            zeros = {id(parameter) for parameter, *_ in self._zeros}
+            if not (self.alike or self.strayed) and self._has_some(but=zeros):
+                raise self._put_before()
         self._carried += [(p, p.grad.clone()) for p in stays if p.grad is not None]
         if fetched:
             engine.zero_grad()
@@ -306,7 +342,7 @@ class AdoptedOptimizer(PreparedOptimizer):
     def take_step(self) -> None:
         if self.begun and not self.synced and not self.alike:
             self._tell_of_local()
-        if self._carried and self.begun:
+        if (self._carried or self._zeroed) and self.begun:
             self.fetch_gradients()
         engine = self._known().engine
         evens = self.alike and self.world.size > 1
@@ -315,7 +351,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         assert isinstance(self.model, AdoptedModel)
         if evens:
             self.model.even_out_weights()
-        if self.begun or not self.steps_by_hand:
+        if not self.is_by_hand:
             if self.skips and self._limit is None:
                 # The norm tells whether gradients are finite.
                 self._limit = math.inf
@@ -326,7 +362,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             if evens:
                 self._agree()
             self._last = None
-            self.optimizer.step()
+            engine.step_by_hand()  # pyright: ignore[reportAttributeAccessIssue]
         if evens:
             self.model.note_step()
         if not self.lends_gradients and isinstance(engine, StepEngine):

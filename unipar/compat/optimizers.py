@@ -71,6 +71,8 @@ class PreparedOptimizer(Optimizer):
     """
 
     calls: ClassVar[Calls] = Calls()
+    keeps_gradients: ClassVar[bool] = False
+    """Whether it looks itself at what is there as a step's first backward pass begins."""
     keeps_model: ClassVar[bool] = False
     """Whether it holds its model, which else goes when the script lets go of it."""
     same_parameters: bool = False
@@ -97,6 +99,8 @@ class PreparedOptimizer(Optimizer):
         self._limit: float | None = None
         self._norm: StepNorm | None = None
         self._carried: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._zeros: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        self._zeroed: list[nn.Parameter] = []
         self._last: StepResult | None = None
         self._may_thaw: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         self._told_of_zeros = self._dropped = False
@@ -184,7 +188,7 @@ class PreparedOptimizer(Optimizer):
                     if (call := held()) is not None:
                         call()
 
-                engine.lend_gradients(fetch, self._unused_finder(), kept=self.alike)
+                engine.lend_gradients(fetch, self._unused_finder(), kept=self.keeps_gradients)
             elif world.size > 1:
                 # What is there before the step is one rank's, where a script expects the mean.
                 engine.reducer.hides_gradients = True
@@ -282,6 +286,8 @@ class PreparedOptimizer(Optimizer):
                 "a strategy that leaves gradients whole, such as ddp."
             )
         self._tell_of_thawed()
+        if self._zeros:
+            self._take_zeros()
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
@@ -387,7 +393,7 @@ class PreparedOptimizer(Optimizer):
         if not self.begun:
             raise ConfigError(
                 f"optimizer.step() came without a gradient: {self.calls.backward} was not "
-                "called since the last step."
+                f"called since the last step.{self._own_gradients()}"
             )
         # Not before: a script may clear what a loss of another model has left here.
         if self.uncleared:
@@ -396,7 +402,7 @@ class PreparedOptimizer(Optimizer):
                 "gradient to the last one, and an engine has cleared that. Call zero_grad() once "
                 "for each step; p.grad = None is not seen."
             )
-        if self._carried:
+        if self._carried or self._zeroed:
             self.fetch_gradients()
         limit, norm = self._limit, self._norm
         put_in_place(self.optimizer.param_groups)
@@ -443,11 +449,36 @@ class PreparedOptimizer(Optimizer):
                 self._session.strategy.name,
             )
         zeros = [(p, torch.zeros_like(p)) for p in held]
-        if self.alike:
-            for parameter, zero in zeros:
-                parameter.grad = zero
-        else:
-            self._carried = zeros
+        for parameter, zero in zeros:
+            parameter.grad = zero
+        if not self.alike:
+            self._zeros = [(p, zero, zero._version) for p, zero in zeros]
+            if isinstance(training.engine, StepEngine):
+                training.engine.note_gradients()
+
+    def _take_zeros(self) -> None:
+        """Note where zeros are as a step begins, which an engine begins without any.
+
+        Raises:
+            ConfigError: they are no longer, and the step would be without what is there.
+        """
+        zeros, self._zeros = self._zeros, []
+        for parameter, zero, version in zeros:
+            other = parameter.grad is not zero and parameter.grad is not None
+            if other or zero._version != version:
+                raise self._put_before()
+        self._zeroed = [parameter for parameter, *_ in zeros]
+
+    def _put_before(self) -> ConfigError:
+        return ConfigError(
+            f"there are gradients in p.grad that did not come of {self.calls.backward}: PyTorch "
+            "would add to them, and an engine begins each step without any. Clear them by "
+            "optimizer.zero_grad(), and change gradients after the last backward pass of a step."
+        )
+
+    def _own_gradients(self) -> str:
+        """Where steps are by gradients that a script has put there, if not here."""
+        return ""
 
     def _unused_finder(self) -> FindUnused:
         held = weakref.WeakMethod(self._find_unused)
@@ -455,7 +486,7 @@ class PreparedOptimizer(Optimizer):
 
     def _find_unused(self, parameters: Sequence[nn.Parameter]) -> Collection[nn.Parameter]:
         """Find, after a backward pass, parameters that have a gradient on no rank."""
-        carried = {one for one, _ in self._carried}
+        carried = {*self._zeroed, *(one for one, _ in self._carried)}
         if self.alike or self._session.world.size == 1:
             known = self._session.world.size == 1 or self._known().uses_alike
             return [p for p in parameters if p.grad is None and p not in carried] if known else ()
@@ -468,10 +499,14 @@ class PreparedOptimizer(Optimizer):
         """Add what was there before the engine's backward passes, or beside them."""
         for parameter, grad in self._carried:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        self._carried = []
+        for parameter in self._zeroed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._carried, self._zeroed = [], []
 
     def _forget(self) -> None:
-        self.begun, self._limit, self._norm, self._carried = False, None, None, []
+        self.begun, self._limit, self._norm = False, None, None
+        self._carried, self._zeros, self._zeroed = [], [], []
         self._known().uses_alike = True
 
     @property

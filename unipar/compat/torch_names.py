@@ -69,7 +69,8 @@ REFUSED = Table(
     Row("p.grad", "refused",
         "Under a strategy that divides gradients, until they are cleared. Scale the loss, clip by "
         "clip_grad_norm_, or use ddp. On ranks with data of their own also between backward passes "
-        "of one step: use it after the last."),
+        "of one step, and what is put there before the first, to be added to: use it after the "
+        "last."),
     Row("loss.backward()", "refused",
         "After optimizer.step() without optimizer.zero_grad(), under such a strategy: PyTorch "
         "would add to the gradients of the last step."),

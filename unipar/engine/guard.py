@@ -144,6 +144,11 @@ class GradientGuard:
         self._why.fetch, self._find_unused, self._kept = fetch, find_unused, kept
         self.lends = True
 
+    def note(self) -> None:
+        """Take for the engine's own what is there before a step's first backward pass."""
+        if self._open and not self._lent:
+            self._marks = self.look()
+
     def lent(self) -> None:
         """The gradient of the step is there, and the loop may do with it what it likes."""
         self._lent = True

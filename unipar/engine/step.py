@@ -387,9 +387,7 @@ class StepEngine(Engine):
         if self._untried and self.optimizer is not None:
             step = functools.partial(watch_first_step, self.optimizer, self.world, step)
         norm, stepped, finite = step()
-        self.agreement.note_step()
-        if self.groups is not None:
-            self.groups.note()
+        self._note_step()
         self._untried = self._untried and not stepped
         if not self._guard.lends:
             self.reducer.clear()
@@ -413,6 +411,11 @@ class StepEngine(Engine):
             self._buffers.take()
         self._skips.add(self.num_steps, skipped=not stepped)
         return StepResult(loss, count, norm, skipped=not stepped, check=check)
+
+    def _note_step(self) -> None:
+        self.agreement.note_step()
+        if self.groups is not None:
+            self.groups.note()
 
     def _reduce(self) -> tuple[float, float, float]:
         """Sum loss and gradient over ranks; the loss, its items, and what is yet to divide by."""
@@ -618,6 +621,19 @@ class StepEngine(Engine):
         """
         if isinstance(self.stepper, OptimizerStepper) and not self.reducer.hides_gradients:
             self._guard.lend(fetch or self.fetch_gradients, find_unused, kept)
+
+    def note_gradients(self) -> None:
+        """Go on where the caller has cleared gradients, or has zeros in their place."""
+        self._guard.note()
+
+    def step_by_hand(self) -> None:
+        """Step by what a loop has itself put into ``parameter.grad``, on ranks alike."""
+        assert self.optimizer is not None
+        if self.groups is not None:
+            self.groups.check()
+        self.optimizer.step()
+        self._note_step()
+        self._guard.clear()
 
     def hide_gradients(self) -> None:
         """After a step that has cleared them: let nobody find none where others have them."""

@@ -137,7 +137,7 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     trained, whole = adoption.optimizers_of(given)
-    by_hand = whole and trained[0].steps_by_hand and not trained[0].begun
+    by_hand = whole and trained[0].is_by_hand
     # The norm that a step clips by is known too late to raise an error by it here.
     whole = whole and not by_hand and not error_if_nonfinite
     if whole and norm_type == 2 and max_norm > 0 and not trained[0].clips:
