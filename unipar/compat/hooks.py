@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unipar.engine.replaced import in_place
+
 
 class Seer(Protocol):
     """What is told of them.
@@ -138,8 +140,8 @@ def _taken(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     # They are looked at before torch does, and model.parameters() can be gone through once.
     if isinstance(outputs, Iterator):
         outputs = tuple(outputs)
-    if isinstance(inputs, Iterator):
-        inputs = tuple(inputs)
+    # Torch's own would call this one again for such as have functions of their own.
+    inputs = in_place(tuple(inputs) if isinstance(inputs, Iterator) else inputs)
 
     def take() -> Any:
         return _grad(outputs, inputs, *args, **kwargs)

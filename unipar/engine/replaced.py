@@ -27,8 +27,7 @@ class ReplacedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(ReplacedParameter, _in_place_of, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*in_place(args), **in_place(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_in_place_of(self), name)
@@ -80,6 +79,11 @@ class Held:
             if type(old) is type(new) is torch.Tensor:
                 # Each rank has all of it.
                 old.data = new
+
+
+def in_place(given: Any) -> Any:
+    """What is given, with what the model has now for each replaced parameter in it."""
+    return tree_map_only(ReplacedParameter, _in_place_of, given)
 
 
 def put_in_place(groups: Iterable[dict[str, Any]]) -> None:

@@ -95,16 +95,21 @@ def refuse_other_weights(module: nn.Module, strategy: str) -> Callable[[], None]
     Returns:
         What takes the refusal back.
     """
-    named = module.named_parameters()
-    own = [(module.get_submodule(name.rpartition(".")[0]), name, one) for name, one in named]
+    names = {one: name for name, one in module.named_parameters()}
+    # With each place of those that have several.
+    held = [
+        (part, name, one)
+        for part in module.modules()
+        for name, one in part._parameters.items()
+        if one is not None
+    ]
 
     def look(module: nn.Module, args: Any) -> None:
-        places = [
-            (holder._parameters.get(name.rpartition(".")[2]), name, one)
-            for holder, name, one in own
-        ]
-        # A model may take one of its own away.
-        others = [name for there, name, one in places if there is not one and there is not None]
+        others = [
+            names[own] for part, name, own in held
+            # A model may take one of its own away.
+            if (now := part._parameters.get(name)) is not own and now is not None
+        ]  # fmt: skip
         if others:
             raise other_weights(others, strategy)
 
