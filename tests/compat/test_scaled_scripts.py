@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -277,26 +278,58 @@ def test_steps_that_no_scale_was_too_high_for_are_seen_too(world_pool: Any, fuse
     check(world_pool(1), "single", partial(guarded, wide=True, fused=fused))
 
 
-def logged(scaler: Any) -> list[float]:
-    """It reads the scale after updates alone, so that it may be for more than to compare."""
-    model, scale, found = nn.Linear(6, 3), scaler("cpu"), []
+def logged(scaler: Any, clip: Any, *, reads: str) -> list[float]:
+    """The scale, and what scripts decide by it, where they read it.
+
+    Args:
+        scaler: the class.
+        clip: what clips.
+        reads: at the start, before losses are scaled; before or after steps; after updates.
+    """
+    torch.manual_seed(1)
+    model, found = nn.Linear(6, 3), []
+    scale = scaler("cpu", 2.0**15, growth_interval=2)
     optimizer = SGD(model.parameters(), lr=1e-3)
-    for factor in (1, 300, 300, 1):
+    for x, factor in zip(batches(*[8] * 8), (900, 1, 1, 900, 900, 1, 1, 1), strict=True):
+        if "start" in reads:
+            found.append(scale.get_scale())
         with half():
-            loss = model(torch.ones(8, 6)).float().sum(1).mean() * factor
+            loss = model(x).float().sum(1).mean() * factor
         optimizer.zero_grad()
         scale.scale(loss).backward()
+        before = scale.get_scale() if "before" in reads else None
         scale.step(optimizer)
+        if "stepped" in reads:
+            before = scale.get_scale()
         scale.update()
-        found.append(scale.get_scale())
+        if "after" in reads:
+            now = scale.get_scale()
+            found.append(now)
+            if before is not None:
+                found += [before > now, now < before, before <= now, before == now, before < 2**14]
+        found.append(loss.item())
     return found
 
 
-def test_what_is_read_of_a_scale_to_log_it_is_explained_once(world_pool: Any) -> None:
-    ((found, told),) = world_pool(1).run(plainly, "single", partial(logged, GradScaler))
-    assert found == [1.0, 0.5, 0.25, 1.0]
-    assert [line for line in told if "scaler.state_dict()['scale'] is the scale" in line] == told
-    assert len(told) == 1
+READS = ["before after", "stepped after", "after", "start", "start before after"]
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_scales_are_logged_and_decided_by_as_pytorchs(world_pool: Any, reads: str) -> None:
+    check(world_pool(1), "single", partial(logged, reads=reads))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_so_are_those_of_ranks(world_pool: Any, strategy: str) -> None:
+    check(world_pool(2), strategy, partial(logged, reads="start stepped after"))
+
+
+def test_a_scale_in_use_is_a_number_in_files() -> None:
+    scaler = GradScaler("cpu", 2.0**15)
+    scaler.scale(torch.ones(1))
+    held = scaler.get_scale()
+    assert (held * 2, held > 1024, held == 2.0**15) == (2.0, True, True)
+    assert type(pickle.loads(pickle.dumps(held))) is float
 
 
 def test_a_step_by_what_the_engines_scale_was_too_high_for_is_left_out(world_pool: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any, ClassVar
 
@@ -13,6 +14,43 @@ from unipar.compat.loss_scales import SCALERS, note_scaled
 from unipar.compat.routed import engines_side, steps_alone
 from unipar.engine import PrecisionPolicy
 from unipar.errors import ConfigError
+
+
+class ScaleInUse(float):
+    """1, by which the losses of the script are scaled, compared as the scale that there is.
+
+    Factors and divisors of losses and gradients are made of it. And what it was before an update
+    is held against what it is after it, to see whether a step was left out.
+    """
+
+    scale: float
+
+    @classmethod
+    def of(cls, scale: float) -> ScaleInUse:
+        """1, where the scale is this."""
+        made = cls(1.0)
+        made.scale = scale
+        return made
+
+    __hash__ = float.__hash__
+
+    def __reduce__(self) -> Any:
+        # Files of scripts are to hold nothing of unipar's.
+        return float, (1.0,)
+
+
+def _comparing(name: str) -> Any:
+    compare = getattr(operator, name)
+
+    def method(self: ScaleInUse, other: Any) -> Any:
+        return compare(self.scale, other.scale if isinstance(other, ScaleInUse) else other)
+
+    method.__name__, method.__doc__ = name, getattr(float, name).__doc__
+    return method
+
+
+for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
+    setattr(ScaleInUse, _name, _comparing(_name))
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -45,9 +83,10 @@ class GradScaler(torch.amp.GradScaler):
         self._scaled = self._handed_on = False
         self._policies: list[weakref.ref[PrecisionPolicy]] = []
         self._stepped: list[AdoptedOptimizer] = []
-        # What get_scale() gives from an update on; whether losses were scaled since; whether it was
-        # called, and called between the two.
-        self._shown, self._holds, self._asked, self._compares = 1.0, False, False, False
+        # The scale since the last update, once get_scale() was called; whether losses were scaled
+        # since.
+        self._shown: float | None = None
+        self._holds = False
         SCALERS.add(self)
         if self._enabled:
             # A scaler leaves out steps whose gradients are not finite, and so has the engine to.
@@ -55,9 +94,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """The losses as they are."""
-        self._scaled = self._enabled
-        self._compares &= self._holds
-        self._holds = True
+        self._scaled = self._holds = self._enabled
         if self._enabled:
             note_scaled(outputs, self)
         return outputs
@@ -122,42 +159,44 @@ class GradScaler(torch.amp.GradScaler):
                 "out, and give GradScaler(init_scale=…, growth_interval=…) how it begins and "
                 "grows; or train in bf16, which needs none."
             )
-        self._show_left_out()
+        left_out = self._shown is not None and self._has_left_out()
+        self._stepped.clear()
+        self._holds = False
         if new_scale is not None and self._scale is None:
             self._init_scale = float(new_scale)
         elif new_scale is not None or self._per_optimizer_states:
             super().update(new_scale)
+        if self._shown is not None:
+            before, self._shown = self._shown, self._scale_now()
+            if left_out and self._shown >= before:
+                # Of several engines another has the lowest; or none scales.
+                self._shown = before * self._backoff_factor
 
-    def _show_left_out(self) -> None:
-        """Let what get_scale() gives fall if a step was left out since the last update."""
-        # To look may wait for the device.
-        left_out = self._asked and (
-            any(one.step_was_skipped for one in self._stepped)
-            or any(
-                bool(found)
-                for state in self._per_optimizer_states.values()
-                for found in state["found_inf_per_device"].values()
-            )
+    def _has_left_out(self) -> bool:
+        """Whether a step was left out since the last update. To look may wait for the device."""
+        return any(one.step_was_skipped for one in self._stepped) or any(
+            bool(found)
+            for state in self._per_optimizer_states.values()
+            for found in state["found_inf_per_device"].values()
         )
-        self._stepped.clear()
-        self._shown = self._shown * self._backoff_factor if left_out else 1.0
-        if left_out and not self._compares:
-            adoption.tell(
-                "a step was left out, so scaler.get_scale() gives less than before until the next "
-                "scaler.scale(…), to be compared with. Losses are scaled by 1 here, which it gives "
-                "otherwise; scaler.state_dict()['scale'] is the scale of the engine."
-            )
-        self._holds = self._compares = False
 
     def get_scale(self) -> float:
-        """1, by which the losses of the script are scaled; less once a step was left out.
+        """The scale since the last update; :class:`ScaleInUse` from ``scale(…)`` to ``update()``.
 
-        It is less from ``update()`` to the next ``scale(…)``, and still less if the next step is
-        left out, too: whichever of them a script has compared with before, it sees a fall.
+        Of several engines it is the lowest, and falls once a step of any was left out.
         """
-        self._asked = self._enabled
-        self._compares |= self._holds
-        return 1.0 if self._holds else self._shown
+        if not self._enabled:
+            return 1.0
+        if self._shown is None:
+            self._shown = self._scale_now()
+            if self._stepped and self._has_left_out():
+                # An engine's has fallen as it stepped, and a script's is to fall with the update.
+                self._shown /= self._backoff_factor
+        return ScaleInUse.of(self._shown) if self._holds else self._shown
+
+    def _scale_now(self) -> float:
+        scalers = [policy.scaler for policy in self._engines_policies() if policy.scaler]
+        return min((one.get_scale() for one in scalers), default=super().get_scale())
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, of the engine that scales in its place; of several, the lowest scale."""
@@ -179,6 +218,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not state_dict:
             return
         super().load_state_dict(state_dict)
+        self._shown = None
         for policy in self._engines_policies():
             policy.scale_as(state_dict)
 
