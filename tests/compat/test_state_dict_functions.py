@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from unipar.compat.native.calls import load_whole_state_dict, whole_state_dict
+from unipar.compat.native.wrappers import DistributedDataParallel
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FACE = "unipar.compat.torch.distributed.checkpoint.state_dict"
@@ -165,3 +168,26 @@ def refused(what: str) -> list[float]:
 def test_state_that_would_be_lost_is_refused(world_pool: Any, what: str, said: str) -> None:
     for one in world_pool(2).run(plainly, "ddp", partial(refused, what)):
         assert said in one
+
+
+def wrapped() -> list[Any]:
+    """Weights by the names that those who have the wrapper, what it wraps and a file have."""
+    inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    states, own = importlib.import_module(FACE), whole_state_dict(model)
+    step(model, optimizer)
+    load_whole_state_dict(model, own)
+    again = whole_state_dict(inner)
+    equal = all(torch.equal(one, again[name.removeprefix("module.")]) for name, one in own.items())
+    return [[*own], [*again], [*states.get_model_state_dict(model)], equal]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_whole_weights_have_the_names_of_the_state_dict(world_pool: Any, strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    names = [*model.state_dict()]
+    outer = [f"module.{name}" for name in names]
+    for found, told in world_pool(2).run(plainly, strategy, wrapped):
+        assert (found, told) == ([outer, names, names, True], [])

@@ -167,7 +167,7 @@ def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = 
 def compile(model: Any = None, **options: Any) -> Any:
     """torch's; a module is compiled by the strategy, as it has divided it."""
     if isinstance(model, nn.Module):
-        inner = getattr(model, "module", model) if getattr(model, "_unipar_passes", 0) else model
+        inner = getattr(model, "module", model) if _wraps(model) else model
         adoption.compiled[inner] = options or True
         return model
     return torch.compile(model, **options)
@@ -209,6 +209,8 @@ def _save(obj: Any, *args: Any, **kwargs: Any) -> None:
 def whole_state_dict(of: Any, *, rank0_only: bool = False) -> dict[str, Any]:
     """The state dict of a model or an optimizer, whatever ranks divide. Collective.
 
+    Names are those that its own ``state_dict()`` gives: of DistributedDataParallel ``module.…``.
+
     Args:
         of: the model or the optimizer.
         rank0_only: whether the other ranks get nothing of a model.
@@ -216,7 +218,8 @@ def whole_state_dict(of: Any, *, rank0_only: bool = False) -> dict[str, Any]:
     found = adopted_of(of)
     with adoption.engine_calls():
         if isinstance(found, AdoptedModel):
-            return found.gathered(rank0_only=rank0_only).state_dict()
+            whole = found.gathered(rank0_only=rank0_only).state_dict()
+            return {f"module.{n}": one for n, one in whole.items()} if _wraps(of) else whole
         return found.export_numbered() if found is not None else of.state_dict()
 
 
@@ -242,6 +245,9 @@ def load_whole_state_dict(of: Any, state_dict: dict[str, Any], *, strict: bool =
     found = adopted_of(of)
     with adoption.engine_calls():
         if isinstance(found, AdoptedModel):
+            if _wraps(of) and all(name.startswith("module.") for name in state_dict):
+                own = state_dict.items()
+                state_dict = {name.removeprefix("module."): one for name, one in own}
             return found.gathered().load_state_dict(state_dict, strict=strict)
         if found is not None:
             return found.import_numbered(state_dict)
@@ -282,5 +288,8 @@ def _session() -> Any:
 
 def adopted_of(of: Any) -> AdoptedModel | AdoptedOptimizer | None:
     """The engine's side of a module or an optimizer, once it is trained."""
-    of = of.module if getattr(of, "_unipar_passes", False) else of
-    return of.__dict__.get("_unipar")
+    return (of.module if _wraps(of) else of).__dict__.get("_unipar")
+
+
+def _wraps(of: Any) -> bool:
+    return getattr(of, "_unipar_passes", False)

@@ -26,7 +26,7 @@ def get_model_state_dict(
         with adoption.engine_calls():
             found = real.get_model_state_dict(_inner(model))
     else:
-        found = whole_state_dict(model, rank0_only=_first_alone(options))
+        found = whole_state_dict(_inner(model), rank0_only=_first_alone(options))
     return _chosen(found, _inner(model), submodules, options)
 
 
@@ -67,7 +67,7 @@ def set_model_state_dict(model: Any, model_state_dict: Any, *, options: Any = No
     if adopted_of(model) is None:
         return _inner(model).load_state_dict(_shared(given, options), strict=strict)
     if given or _first_alone(options):
-        return load_whole_state_dict(model, given, strict=strict)
+        return load_whole_state_dict(_inner(model), given, strict=strict)
     return None
 
 
