@@ -108,7 +108,7 @@ REFUSED = Table(
     Row("autocast()", "refused",
         "Around some forward passes of training and not around others: engines compute all of them "
         "in one precision, that of the first."),
-    Row("DistributedDataParallel(process_group=…) ddp.register_comm_hook ddp.join ddp.reducer",
+    Row("DistributedDataParallel(process_group=…) ddp.register_comm_hook ddp.reducer",
         "refused", "They are DDP's own. The strategy ddp has the option `compression`."),
     Row("FSDP(process_group=…,ignored_modules=…,param_init_fn=…)", "refused",
         "The strategy fsdp divides whole models over all ranks, or by its option `sharding`."),
@@ -131,7 +131,7 @@ REFUSED = Table(
     Row("FSDP.summon_full_params", "refused", "Read model.state_dict() on all ranks."),
     Row("ZeroRedundancyOptimizer", "refused",
         "The strategy divides the state: strategy: {name: ddp, shard_optimizer: true}."),
-    Row("Join", "refused", "Ranks run as many steps as each other. Use a DistributedSampler."),
+    Row("ddp.join() Join", "refused", "Ranks run as many steps as each other. Use a DistributedSampler."),
     Row("torch.jit.script", "refused",
         "Of a model that is trained, on ranks with data of their own. Leave it out, or use "
         "torch.compile."),

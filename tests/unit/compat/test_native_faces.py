@@ -441,6 +441,16 @@ def test_what_no_engine_does_is_refused_where_it_is_called(code: str, said: str)
         exec(code, names)
 
 
+def test_ranks_join_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    face = importlib.import_module(FACE)
+    model = face.nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    with model.join(divide_by_initial_world_size=False):
+        pass
+    monkeypatch.setattr(adopting.current, "placement", lambda *args: Placement(size=2))
+    with pytest.raises(ConfigError, match="Use a DistributedSampler, which pads"):
+        model.join()
+
+
 def test_a_norm_that_is_clipped_to_can_be_read_after_the_step() -> None:
     model, optimizer = trained()
     utils = importlib.import_module(f"{FACE}.nn.utils")

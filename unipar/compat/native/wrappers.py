@@ -23,7 +23,7 @@ _PLACED = ("check_reduction", "init_sync")
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _SYNCS = "forward_sync_buffers"
 """What ``broadcast_buffers`` is called since torch 2.13."""
-_OWN = ("register_comm_hook", "join", "reducer", "logger", "_set_static_graph",
+_OWN = ("register_comm_hook", "reducer", "logger", "_set_static_graph",
         "will_sync_module_buffers", "process_group")  # fmt: skip
 
 
@@ -125,6 +125,10 @@ class DistributedDataParallel(_Wrapper):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A block of backward passes that no step is to follow."""
         return current.accumulating()
+
+    def join(self, *args: Any, **kwargs: Any) -> Join:
+        """Refused on several ranks, as :class:`Join` is."""
+        return Join([self], *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:
