@@ -131,7 +131,8 @@ REFUSED = Table(
     Row("FSDP.summon_full_params", "refused", "Read model.state_dict() on all ranks."),
     Row("ZeroRedundancyOptimizer", "refused",
         "The strategy divides the state: strategy: {name: ddp, shard_optimizer: true}."),
-    Row("ddp.join() Join", "refused", "Ranks run as many steps as each other. Use a DistributedSampler."),
+    Row("ddp.join() Join", "refused",
+        "Ranks run as many steps as each other. Use a DistributedSampler."),
     Row("torch.jit.script", "refused",
         "Of a model that is trained, on ranks with data of their own. Leave it out, or use "
         "torch.compile."),
