@@ -82,7 +82,8 @@ class Watch:
         try:
             yield outside
         finally:
-            allowed = (str(self._inside), sys.prefix, sys.base_prefix, str(ROOT), "/proc", "/sys")
+            own = (inside, sys.prefix, sys.base_prefix, ROOT)
+            allowed = (*map(os.path.realpath, own), "/proc", "/sys")
             self._inside = None
             outside += [
                 path for path in map(os.path.realpath, self._opened) if not path.startswith(allowed)
