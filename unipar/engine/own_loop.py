@@ -18,6 +18,7 @@ class OwnLoop:
         whole_step: whether the step is one of ``engine.train_step``, and no loop's.
         by_hand: whether a loop has begun it.
         forwards: forward passes since the last backward pass.
+        cleared: whether gradients were cleared since, after one of them.
         told: whether the loop says which micro-batch is the last.
         last: whether it has said so of the one that is being run.
         guessed: whether the last backward pass was only likely to be the last.
@@ -31,7 +32,7 @@ class OwnLoop:
     def clear(self) -> None:
         """Be ready for another step."""
         self.told = self.last = self.guessed = self.summed = False
-        self.forwards = 0
+        self.forwards, self.cleared = 0, False
         self.by_hand = self.whole_step = self.broken = False
 
     def __enter__(self) -> None:

@@ -505,6 +505,11 @@ class StepEngine(Engine):
                     "dropout_seed='rank'."
                 )
             self._loop.refuse_broken(self._guard.calls)
+            if self._loop.cleared:
+                # What was computed before is likely to have no backward pass: where one rank alone
+                # has left a batch out, the others are to hear of it.
+                self._loop.cleared = False
+                self.world.give_up_step()
             # A gradient that the loss takes of its model may need those that were hidden.
             self._guarded(self._guard.open)
             if not self._loop.by_hand and not self._loop.whole_step:
@@ -528,7 +533,8 @@ class StepEngine(Engine):
         if self.average.begun or self._loop.broken:
             self.give_up()
         else:
-            # A forward pass that has been is of the next loss.
+            # A forward pass that has been may be of the next loss.
+            self._loop.cleared = self._loop.forwards > 0
             self._guard.clear()
 
     @contextlib.contextmanager
@@ -567,7 +573,7 @@ class StepEngine(Engine):
             if self._loop.summed:
                 self.reducer.reopen()
         total, weight, count = parts_of(loss, num_items)
-        self._loop.by_hand, self._loop.forwards = True, 0
+        self._loop.by_hand, self._loop.forwards, self._loop.cleared = True, 0, False
         if not self.average.begun:
             # In a loop of the user's own nobody may have said how many there are.
             self._drop_given_up()
