@@ -83,7 +83,7 @@ class Watch:
             yield outside
         finally:
             own = (inside, sys.prefix, sys.base_prefix, ROOT)
-            allowed = (*map(os.path.realpath, own), "/proc", "/sys")
+            allowed = (*(os.path.realpath(one) for one in own), "/proc", "/sys")
             self._inside = None
             outside += [
                 path for path in map(os.path.realpath, self._opened) if not path.startswith(allowed)

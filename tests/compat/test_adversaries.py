@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ from faces import under
 from plain_scripts import plainly
 from torch import nn
 
+from unipar.compat import colossalai
 from unipar.compat.accelerate import Accelerator
 from unipar.compat.adopting import adoption
+from unipar.compat.colossalai.booster import Booster
+from unipar.compat.colossalai.booster.plugin import TorchDDPPlugin
 from unipar.compat.fabric import Fabric
 from unipar.compat.native.wrappers import DistributedDataParallel
 from unipar.compat.run import current
@@ -100,6 +104,27 @@ def by_fabric(order: str, accumulate: int) -> list[float]:
     return play(maker, critic, making, judging, back, order, accumulate, ranks)[0]
 
 
+def by_colossalai(order: str, accumulate: int) -> list[float]:
+    booster, maker, critic, making, judging = boosted()
+    # The critic's loss comes first.
+    of = itertools.cycle([judging, making])
+
+    def back(loss: torch.Tensor) -> None:
+        booster.backward(loss, next(of))
+
+    ranks = [torch.distributed.get_rank()]
+    return play(maker, critic, making, judging, back, order, accumulate, ranks)[0]
+
+
+def boosted() -> tuple[Any, ...]:
+    colossalai.launch_from_torch(verbose=False)
+    booster = Booster(plugin=TorchDDPPlugin())
+    maker, critic, making, judging = networks()
+    maker, making, *_ = booster.boost(maker, making)
+    critic, judging, *_ = booster.boost(critic, judging)
+    return booster, maker, critic, making, judging
+
+
 def by_ddp(order: str, accumulate: int) -> list[float]:
     adoption.note_aware()
     maker, critic, making, judging = networks()
@@ -118,7 +143,7 @@ def by_ddp(order: str, accumulate: int) -> list[float]:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("face", [by_accelerate, by_fabric, by_ddp])
+@pytest.mark.parametrize("face", [by_accelerate, by_colossalai, by_fabric, by_ddp])
 def test_steps_are_by_what_each_loss_has_left_since_they_were_cleared(
     world_pool: Any, face: Callable[..., Any], order: str, accumulate: int
 ) -> None:
@@ -187,3 +212,50 @@ def test_what_accelerate_accumulates_of_both_is_stepped_by(
     found = world_pool(2).run(under, "ddp", accumulated, passed_through)
     for one, expected in zip(found, accumulated_by_hand(passed_through), strict=True):
         assert one == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def together(face: str, clears: str) -> list[float]:
+    """Networks in a row, which one loss trains."""
+    if face == "fabric":
+        fabric = Fabric()
+        first, second, *optimizers = networks()
+        first, optimizers[0] = fabric.setup(first, optimizers[0])
+        second, optimizers[1] = fabric.setup(second, optimizers[1])
+        rank, back = fabric.global_rank, lambda loss: fabric.backward(loss, model=second)
+    else:
+        booster, first, second, *optimizers = boosted()
+        rank = torch.distributed.get_rank()
+        back = lambda loss: booster.backward(loss, optimizers[0])  # noqa: E731
+    return in_a_row(first, second, optimizers, back, [rank], clears)[0]
+
+
+def in_a_row(
+    first: Any, second: Any, optimizers: Any, backward: Backward, ranks: list[int], clears: str
+) -> list[list[float]]:
+    found: list[list[float]] = [[] for _ in ranks]
+    for number in range(3):
+        data = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(number))
+        if clears == "before":
+            for one in optimizers:
+                one.zero_grad()
+        for rank, losses in zip(ranks, found, strict=True):
+            loss = second(first(data[rank])).square().mean()
+            backward(loss / len(ranks))
+            losses.append(loss.item())
+        for one in optimizers:
+            one.step()
+            if clears == "after":
+                one.zero_grad()
+    weights = [p.detach().double().sum().item() for m in (first, second) for p in m.parameters()]
+    return [one + weights for one in found]
+
+
+@pytest.mark.parametrize("clears", ["before", "after"])
+@pytest.mark.parametrize("face", ["colossalai", "fabric"])
+def test_one_loss_trains_all_that_it_goes_through(world_pool: Any, face: str, clears: str) -> None:
+    first, second, *optimizers = networks()
+    expected = in_a_row(first, second, optimizers, torch.Tensor.backward, [0, 1], clears)
+    for found, by_hand in zip(
+        world_pool(2).run(under, "ddp", together, face, clears), expected, strict=True
+    ):
+        assert found == pytest.approx(by_hand, rel=1e-5, abs=1e-6)

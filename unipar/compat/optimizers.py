@@ -378,12 +378,16 @@ class PreparedOptimizer(Optimizer):
     def _refuse_strayed(self) -> None:
         """Refuse a step of a model by a loss that has trained another one."""
         if self.strayed and not self.begun:
+            several = (
+                "clear the gradients of all of them before it, by optimizer.zero_grad() of each."
+                if self.lends_gradients else
+                f"under strategy '{self._session.strategy.name}', put them into one nn.Module with "
+                "one optimizer; or use a strategy that leaves gradients whole, such as ddp, and "
+                "clear the gradients of all of them before it."
+            )  # fmt: skip
             raise ConfigError(
                 f"{self.calls.backward} was called for a loss that goes through several models, "
-                "and has trained another one. Where one loss trains several models under strategy "
-                f"'{self._session.strategy.name}', put them into one nn.Module with one optimizer; "
-                "or use a strategy that leaves gradients whole, such as ddp, and clear the "
-                "gradients of all of them before it."
+                f"and has trained another one. Where one loss trains several models {several}"
             )
 
     def take_step(self) -> None:
@@ -795,15 +799,15 @@ def trained_by(
         )
     # A GAN's loss of its generator goes through the critic, which only its own loss is to
     # train: the script clears the gradients of the one that it trains, or that comes first.
-    chosen = [one for one in found if one.model is model] or [one for one in found if one.cleared]
-    whole = all(one.lends_gradients for one in found)
-    if not chosen or (whole and all(one.alike for one in found)):
+    named = [one for one in found if one.model is model]
+    cleared = [one for one in found if one.cleared]
+    if not all(one.lends_gradients for one in found):
+        chosen = (named or cleared or found)[:1]
+    elif not cleared or all(one.alike for one in found):
         chosen = found
-    elif whole:
+    else:
         # It adds to what a step has already, be that meant or not.
-        chosen = [one for one in found if one in chosen or one.begun]
-    if not whole:
-        chosen = chosen[:1]
+        chosen = [one for one in found if one in named or one in cleared or one.begun]
     for one in trained:
         one.cleared = one.stepped = False
         one.strayed |= one in found and one not in chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -13,8 +14,8 @@ from torch.optim import Optimizer
 
 from unipar.compat.colossalai.booster.plugin_base import Plugin
 from unipar.compat.colossalai_names import refuse
-from unipar.compat.models import Calls, PreparedModel, led_to
-from unipar.compat.optimizers import PreparedOptimizer, zero_unused
+from unipar.compat.models import Calls, PreparedModel
+from unipar.compat.optimizers import PreparedOptimizer, trained_by, zero_unused
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -111,9 +112,22 @@ class BoostedOptimizer(PreparedOptimizer):
     # -- a step ----------------------------------------------------------------------------------
 
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any
+        self,
+        loss: torch.Tensor,
+        inputs: Any = None,
+        retain_graph: bool = False,
+        *,
+        beside: Sequence[BoostedOptimizer] | None = None,
+        **kwargs: Any,
     ) -> None:
         """Add the gradient of a loss, as it is: a step is on the mean over ranks of their sum.
+
+        Args:
+            loss: scalar tensor.
+            inputs: refused, as ``retain_graph`` and what else Colossal-AI hands to torch is.
+            retain_graph: likewise.
+            beside: other optimizers, whose models it trains, too; left out: as PyTorch would.
+            kwargs: likewise.
 
         Raises:
             ConfigError: gradients of before would be added to this loss's, or it is asked for more
@@ -131,11 +145,13 @@ class BoostedOptimizer(PreparedOptimizer):
                 "a second backward pass came in one step, of which GeminiPlugin loses the first "
                 "unless it is told: GeminiPlugin(enable_gradient_accumulation=True)."
             )
-        trained = [one for one in self._others if one.training is not None]
-        led = led_to([loss]) if len(trained) > 1 else ()
-        super().backward(loss, likely_last=not self.unsynced)
-        for one in trained:
-            one.strayed |= one is not self and one.training in led
+        if beside is None and self.training is not None:
+            found = trained_by(loss, self._others, self.model)
+            # A step on what was not cleared is refused, so nobody needs what would be added to it.
+            for one in found:
+                one.strayed |= one.uncleared and one is not self
+            beside = [one for one in found if one is not self and not one.uncleared]
+        super().backward(loss, likely_last=not self.unsynced, beside=beside or ())
 
     def take_step(self) -> None:
         if self.unsynced:
