@@ -1,4 +1,4 @@
-"""Training under an autocast, and evaluations in the precision that the script asks for there."""
+"""Evaluations between passes of training, in the precision that the script asks for there."""
 
 from __future__ import annotations
 
@@ -45,3 +45,27 @@ def test_where_a_strategy_rounds_weights_by_itself_a_warning_says_so(
     (found, told), _ = world_pool(2).run(plainly, strategy, evaluated)
     assert len(found) == len(evaluated())
     assert [line for line in told if "computed in half precision as training is" in line], told
+
+
+def within_a_step() -> list[float]:
+    """Losses, and what the model gives between the backward passes of a step."""
+    torch.manual_seed(1)
+    model, found = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x in batches(8, 8, 8):
+        for part in (x, x + 1):
+            loss = model(part).square().mean() / 2
+            loss.backward()
+            found.append(loss.item())
+            model.eval()
+            with torch.no_grad():
+                found.append(model(x).sum().item())
+            model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3:persistence_threshold=0"])
+def test_a_step_goes_on_after_one(world_pool: Any, strategy: str) -> None:
+    check(world_pool(2).run(plainly, strategy, within_a_step), within_a_step)

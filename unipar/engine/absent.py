@@ -76,6 +76,11 @@ class AbsentGradient(torch.Tensor):
         absent._why, absent._parameter = why, weakref.ref(parameter)
         return absent
 
+    def fit(self, parameter: nn.Parameter) -> None:
+        """Have the shape that the parameter has now."""
+        if self.shape != parameter.shape:
+            self.data = _nothing(parameter.dtype, parameter.device).expand(parameter.shape)
+
     def present(self) -> torch.Tensor:
         """The gradient of the step; zeros where the parameter was not used. Collective."""
         assert self._why.fetch is not None

@@ -215,6 +215,8 @@ class GradientGuard:
                 for parameter, absent in held:
                     # What the pass itself has put there is to be seen.
                     if parameter.grad is None:
+                        # ZeRO's third stage may leave what it has gathered for the pass.
+                        absent.fit(parameter)
                         parameter.grad = absent
 
     def check(self, *, begun: bool) -> None:
