@@ -147,6 +147,10 @@ class Agent(LocalElasticAgent):
         if resizing is not None:
             resizing.look(group.size)
         if not group.failures():
+            if group.running():
+                # Torch's own look ends all others where one has failed since, and they may hold the
+                # state of the run (torch 2.13, distributed/elastic/multiprocessing/api.py, _poll).
+                return api.RunResult(state=api.WorkerState.HEALTHY)
             result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
             # A worker that has failed between the two looks is explained like any other.
             if not result.is_failed():

@@ -24,6 +24,8 @@ from torch import nn
 from unipar import Callback, RunResult, fit
 from unipar.errors import ConfigError, WorkerError
 from unipar.launch.elastic import ask
+from unipar.launch.failure import Failure
+from unipar.launch.group import WorkerGroup
 from unipar.train.handover import say_what_changes
 from unipar.train.watching.runs import read_run
 from unipar.train.watching.show import page
@@ -193,6 +195,26 @@ def test_a_lost_rank_leaves_the_others_with_the_state_in_their_memory(
     said = capfd.readouterr().err
     assert "2 ranks now, from step 5 on" in said
     assert "Traceback" not in said
+
+
+def test_a_rank_that_is_lost_between_two_looks_ends_no_other(
+    elastic: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's agent, which looks after unipar's, would end the one that holds the state."""
+    look, missed = WorkerGroup.failures, list[object]()
+
+    def late(group: WorkerGroup) -> list[Failure]:
+        found = look(group)
+        if found and not missed:
+            missed.append(found)
+            return []
+        return found
+
+    monkeypatch.setattr(WorkerGroup, "failures", late)
+    elastic("1:2", strategy="ddp", callbacks=[Kills(5, 1)], checkpoint=False)
+    assert missed
+    [changed] = [row for row in events(tmp_path) if row["event"] == "changed"]
+    assert (changed["step"], changed["repeated"]) == (5, 0)
 
 
 @pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.thorough)])
