@@ -215,7 +215,7 @@ other = DDP(nn.Linear(3, 2))
 around = Around(other.parameters())
 said(lambda: other(torch.ones(1, 3)))
 weights = torch.whole_state_dict(model)
-assert weights["weight"].shape == (2, 3)
+assert weights["module.weight"].shape == (2, 3)
 state = torch.whole_state_dict(optimizer)
 assert state["state"][0]["exp_avg"].shape == (2, 3) and state["param_groups"][0]["params"] == [0, 1]
 torch.load_whole_state_dict(model, weights)

@@ -75,10 +75,19 @@ class _LoneRanks:
                 f"`{self._shown(by_rank)}` decides which ranks come to it. Where the strategy "
                 "divides the weights (fsdp, zero3), a state dict of one rank has only a part, and "
                 "is refused.",
-                f"Call {self._dialect.whole} on all ranks before choosing one of those.",
+                f"Call {self._whole_of(call)} on all ranks before choosing one of those.",
             )
         elif saves:
             self._tell_by_data(call, tests)
+
+    def _whole_of(self, call: cst.Call) -> str:
+        """What gives weights whole, by the names that the call would have given."""
+        of, whole = call.func, self._dialect.whole
+        if isinstance(of, cst.Attribute) and of.attr.value == "state_dict":
+            return whole.replace(
+                "whole_state_dict(model)", f"whole_state_dict({self._shown(of.value)})"
+            )
+        return whole
 
     def _tell_by_data(self, call: cst.Call, tests: list[cst.BaseExpression]) -> None:
         for test in tests:

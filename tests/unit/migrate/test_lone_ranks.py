@@ -178,7 +178,7 @@ if master_process:
     torch.save({{"model": {of}.state_dict(), "step": 1}}, "last.pt")
 """
     assert PART in noted(script)
-    assert "Call unipar.compat.torch.whole_state_dict(model) on all ranks" in noted(script)
+    assert f"Call unipar.compat.torch.whole_state_dict({of}) on all ranks" in noted(script)
     assert not noted(script.replace("if master_process:", "if True:"))
 
 
