@@ -61,6 +61,18 @@ def train(
         return found + [one.double().sum().item() for one in model.state_dict().values()]
 
 
+class Heads(nn.Module):
+    """A step may leave one of them out."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.heads = nn.ModuleList([nn.Linear(width, 1), nn.Linear(width, 1)])
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](x)
+
+
 def batches(*sizes: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [torch.randn(size, 6) for size in sizes]

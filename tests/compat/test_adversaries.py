@@ -96,12 +96,17 @@ def by_accelerate(order: str, accumulate: int) -> list[float]:
 
 
 def by_fabric(order: str, accumulate: int) -> list[float]:
+    fabric, maker, critic, making, judging = set_up()
+    ranks, back = [fabric.global_rank], fabric.backward
+    return play(maker, critic, making, judging, back, order, accumulate, ranks)[0]
+
+
+def set_up() -> tuple[Any, ...]:
     fabric = Fabric()
     maker, critic, making, judging = networks()
     maker, making = fabric.setup(maker, making)
     critic, judging = fabric.setup(critic, judging)
-    ranks, back = [fabric.global_rank], fabric.backward
-    return play(maker, critic, making, judging, back, order, accumulate, ranks)[0]
+    return fabric, maker, critic, making, judging
 
 
 def by_colossalai(order: str, accumulate: int) -> list[float]:
@@ -217,10 +222,7 @@ def test_what_accelerate_accumulates_of_both_is_stepped_by(
 def together(face: str, clears: str) -> list[float]:
     """Networks in a row, which one loss trains."""
     if face == "fabric":
-        fabric = Fabric()
-        first, second, *optimizers = networks()
-        first, optimizers[0] = fabric.setup(first, optimizers[0])
-        second, optimizers[1] = fabric.setup(second, optimizers[1])
+        fabric, first, second, *optimizers = set_up()
         rank, back = fabric.global_rank, lambda loss: fabric.backward(loss, model=second)
     else:
         booster, first, second, *optimizers = boosted()

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from plain_scripts import batches, check, plainly
+from plain_scripts import Heads, batches, check, plainly
 from torch import nn
 from torch.func import jacrev, vmap
 from torch.nn import functional
@@ -47,16 +47,6 @@ def frozen_meanwhile() -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
     return found + values(model)
-
-
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.heads = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
-
-    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        return self.heads[head](x)
 
 
 def zeros_for_none() -> list[float]:

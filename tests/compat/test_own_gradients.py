@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from faces import under
-from plain_scripts import check, plainly
+from plain_scripts import Heads, check, plainly
 from torch import nn
 
 from unipar.compat.accelerate import Accelerator
@@ -24,26 +24,13 @@ from unipar.compat.run import current
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DATA = torch.randn(6, 2, 4, 4, generator=torch.Generator().manual_seed(0))
 """Of each step and rank four samples."""
-Losses = Callable[[int], torch.Tensor]
-
-
-class Heads(nn.Module):
-    """A step may leave one of them out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
-
-    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        return self.heads[head](x)
 
 
 class Script:
     """Has the samples of its rank, or those of all without unipar."""
 
     def __init__(self, *, wraps: bool) -> None:
-        self.wraps, layers = wraps, Heads()
+        self.wraps, layers = wraps, Heads(4)
         self.optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
         find = {"find_unused_parameters": True}
         self.model: Any = DistributedDataParallel(layers, **find) if wraps else layers
@@ -164,7 +151,6 @@ def test_each_rank_steps_by_its_own_as_under_ddp(world_pool: Any) -> None:
     for rank, (found, _) in enumerate(
         world_pool(2).run(plainly, "ddp", partial(run, of_each_rank))
     ):
-        torch.manual_seed(0)
         script = Script(wraps=False)
         for step in range(3):
             x = DATA[step, rank]

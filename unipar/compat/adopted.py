@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -225,12 +225,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             return False
         if self.alike:
             return self.steps_by_hand
-        return self.by_own_gradients and self._has_some()
-
-    def _has_some(self, but: Collection[int] = ()) -> bool:
-        groups = self.optimizer.param_groups
-        held = (one for group in groups for one in group["params"])
-        return any(one.grad is not None and id(one) not in but for one in held)
+        return self.by_own_gradients and self._has_gradients()
 
     @property
     def by_own_gradients(self) -> bool:
@@ -278,7 +273,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         elif self.lends_gradients and not self.begun:
             stays = self._apart
             zeros = {id(parameter) for parameter, *_ in self._zeros}
-            if not (self.alike or self.strayed) and self._has_some(but=zeros):
+            if not (self.alike or self.strayed) and self._has_gradients(but=zeros):
                 raise self._put_before()
         self._carried += [(p, p.grad.clone()) for p in stays if p.grad is not None]
         if fetched:

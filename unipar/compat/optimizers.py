@@ -460,6 +460,11 @@ class PreparedOptimizer(Optimizer):
             if isinstance(training.engine, StepEngine):
                 training.engine.note_gradients()
 
+    def _has_gradients(self, but: Collection[int] = ()) -> bool:
+        """Whether something is in ``parameter.grad`` of what it updates, but for these ids."""
+        held = (one for group in self.optimizer.param_groups for one in group["params"])
+        return any(one.grad is not None and id(one) not in but for one in held)
+
     def _take_zeros(self) -> None:
         """Note where zeros are as a step begins, which an engine begins without any.
 
@@ -578,14 +583,10 @@ class PreparedOptimizer(Optimizer):
             drop(*args, **kwargs)
             return
 
-        def is_there() -> bool:
-            groups = self.optimizer.param_groups
-            return any(one.grad is not None for group in groups for one in group["params"])
-
         # A framework may have put other tensors into the groups, which tell of none.
-        seen, self._dropped = is_there() or not (self.begun or self.uncleared), False
+        seen, self._dropped = self._has_gradients() or not (self.begun or self.uncleared), False
         run_own(optimizer, kind, Optimizer, "zero_grad", drop, *args, **kwargs)
-        if seen and not self._dropped and not is_there():
+        if seen and not self._dropped and not self._has_gradients():
             # It has set them to None by itself, as that of Apex's FusedAdam does.
             self.drop()
 

@@ -633,7 +633,7 @@ class StepEngine(Engine):
         self._guard.note()
 
     def step_by_hand(self) -> None:
-        """Step by what a loop has itself put into ``parameter.grad``, on ranks alike."""
+        """Step by what a loop has itself put into ``parameter.grad``, each rank by its own."""
         assert self.optimizer is not None
         if self.groups is not None:
             self.groups.check()

@@ -167,8 +167,7 @@ def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = 
 def compile(model: Any = None, **options: Any) -> Any:
     """torch's; a module is compiled by the strategy, as it has divided it."""
     if isinstance(model, nn.Module):
-        inner = getattr(model, "module", model) if _wraps(model) else model
-        adoption.compiled[inner] = options or True
+        adoption.compiled[unwrapped(model)] = options or True
         return model
     return torch.compile(model, **options)
 
@@ -288,7 +287,12 @@ def _session() -> Any:
 
 def adopted_of(of: Any) -> AdoptedModel | AdoptedOptimizer | None:
     """The engine's side of a module or an optimizer, once it is trained."""
-    return (of.module if _wraps(of) else of).__dict__.get("_unipar")
+    return unwrapped(of).__dict__.get("_unipar")
+
+
+def unwrapped(of: Any) -> Any:
+    """A model without the wrapper around it, as torch names what is in it."""
+    return of.module if _wraps(of) else of
 
 
 def _wraps(of: Any) -> bool:

@@ -195,15 +195,14 @@ class GradScaler(torch.amp.GradScaler):
         return ScaleInUse.of(self._shown) if self._holds else self._shown
 
     def _scale_now(self) -> float:
-        scalers = [policy.scaler for policy in self._engines_policies() if policy.scaler]
+        scalers = self._engines_scalers()
         return min((one.get_scale() for one in scalers), default=super().get_scale())
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, of the engine that scales in its place; of several, the lowest scale."""
         if not self._enabled:
             return {}
-        scalers = [policy.scaler for policy in self._engines_policies() if policy.scaler]
-        if scalers:
+        if scalers := self._engines_scalers():
             return min((one.state_dict() for one in scalers), key=lambda state: state["scale"])
         return {
             "scale": super().get_scale(),
@@ -221,6 +220,9 @@ class GradScaler(torch.amp.GradScaler):
         self._shown = None
         for policy in self._engines_policies():
             policy.scale_as(state_dict)
+
+    def _engines_scalers(self) -> list[torch.amp.GradScaler]:
+        return [policy.scaler for policy in self._engines_policies() if policy.scaler]
 
     def _engines_policies(self) -> list[PrecisionPolicy]:
         return [policy for ref in self._policies if (policy := ref()) is not None]

@@ -13,6 +13,7 @@ from unipar.compat.native.calls import (
     adopted_of,
     load_whole_state_dict,
     named_state_dict,
+    unwrapped,
     whole_state_dict,
 )
 from unipar.errors import ConfigError
@@ -24,10 +25,10 @@ def get_model_state_dict(
     """The whole weights by name. Collective."""
     if adopted_of(model) is None:
         with adoption.engine_calls():
-            found = real.get_model_state_dict(_inner(model))
+            found = real.get_model_state_dict(unwrapped(model))
     else:
-        found = whole_state_dict(_inner(model), rank0_only=_first_alone(options))
-    return _chosen(found, _inner(model), submodules, options)
+        found = whole_state_dict(unwrapped(model), rank0_only=_first_alone(options))
+    return _chosen(found, unwrapped(model), submodules, options)
 
 
 def get_optimizer_state_dict(
@@ -40,7 +41,7 @@ def get_optimizer_state_dict(
     found: Any
     if adopted_of(model) is None:
         with adoption.engine_calls():
-            found = real.get_optimizer_state_dict(_inner(model), optimizers)
+            found = real.get_optimizer_state_dict(unwrapped(model), optimizers)
     else:
         found = named_state_dict(_only(optimizers), rank0_only=_first_alone(options))
     if found and getattr(options, "flatten_optimizer_state_dict", False):
@@ -63,11 +64,11 @@ def set_model_state_dict(model: Any, model_state_dict: Any, *, options: Any = No
     """Take over whole weights, of all ranks or of the first. Collective."""
     strict = getattr(options, "strict", True)
     # They may be given by modules. torch 2.8 to 2.13, distributed/checkpoint/state_dict.py.
-    given = real._unflatten_model_state_dict(_inner(model), model_state_dict)
+    given = real._unflatten_model_state_dict(unwrapped(model), model_state_dict)
     if adopted_of(model) is None:
-        return _inner(model).load_state_dict(_shared(given, options), strict=strict)
+        return unwrapped(model).load_state_dict(_shared(given, options), strict=strict)
     if given or _first_alone(options):
-        return load_whole_state_dict(_inner(model), given, strict=strict)
+        return load_whole_state_dict(unwrapped(model), given, strict=strict)
     return None
 
 
@@ -78,7 +79,7 @@ def set_optimizer_state_dict(
     if adopted_of(model) is None:
         shared = _shared(optim_state_dict, options)
         with adoption.engine_calls():
-            real.set_optimizer_state_dict(_inner(model), optimizers, shared)
+            real.set_optimizer_state_dict(unwrapped(model), optimizers, shared)
     else:
         load_whole_state_dict(_only(optimizers), optim_state_dict)
 
@@ -111,11 +112,6 @@ def _chosen(found: dict[str, Any], model: Any, submodules: Any, options: Any) ->
         name if keeps else name.removeprefix(prefix): one
         for name, one in found.items() for prefix in prefixes if name.startswith(prefix)
     }  # fmt: skip
-
-
-def _inner(model: Any) -> Any:
-    """A model without the wrapper around it, as torch names what is in it."""
-    return model.module if getattr(model, "_unipar_passes", False) else model
 
 
 def _first_alone(options: Any) -> bool:
