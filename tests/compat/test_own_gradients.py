@@ -6,6 +6,7 @@ Ranks have equal shares, so that a step is as that of one process on all samples
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -117,6 +118,17 @@ def zeros_after_the_pass(script: Script) -> list[float]:
     return found
 
 
+def zeros_before_two_passes(script: Script) -> list[float]:
+    """The second pass of a step leaves them as they were, too."""
+    for step in range(4):
+        script.optimizer.zero_grad(set_to_none=False)
+        with script.model.no_sync() if script.wraps else nullcontext():
+            (script.loss(step, step == 0) / 2).backward()
+        (script.loss(step + 1, step == 0) / 2).backward()
+        script.optimizer.step()
+    return []
+
+
 def run(act: Callable[[Script], list[float]], *, wraps: bool = True) -> list[float]:
     script = Script(wraps=wraps)
     found = act(script)
@@ -124,7 +136,10 @@ def run(act: Callable[[Script], list[float]], *, wraps: bool = True) -> list[flo
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("act", [by_hand, accumulated, in_turn, zeros, zeros_after_the_pass])
+@pytest.mark.parametrize(
+    "act",
+    [by_hand, accumulated, in_turn, zeros, zeros_after_the_pass, zeros_before_two_passes],
+)
 def test_they_are_as_in_pytorch_where_they_are_whole(
     world_pool: Any, act: Any, strategy: str
 ) -> None:

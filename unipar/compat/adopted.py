@@ -272,10 +272,10 @@ class AdoptedOptimizer(PreparedOptimizer):
             stays, self.uncleared = engine.module.parameters(), False
         elif self.lends_gradients and not self.begun:
             stays = self._apart
-            zeros = {id(parameter) for parameter, *_ in self._zeros}
-            if not (self.alike or self.strayed) and self._has_gradients(but=zeros):
+            others = not (self.alike or self.strayed)
+            if others and self._has_gradients(but=self._carried.zeros):
                 raise self._put_before()
-        self._carried += [(p, p.grad.clone()) for p in stays if p.grad is not None]
+        self._carried.keep((p, p.grad.clone()) for p in stays if p.grad is not None)
         if fetched:
             engine.zero_grad()
             self.begun = False
@@ -302,7 +302,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             p.grad = None
         try:
             run()
-            self._carried += [(p, p.grad) for p in parameters if p.grad is not None]
+            self._carried.keep((p, p.grad) for p in parameters if p.grad is not None)
         finally:
             for p, grad in zip(parameters, held, strict=True):
                 p.grad = grad
@@ -337,7 +337,7 @@ class AdoptedOptimizer(PreparedOptimizer):
     def take_step(self) -> None:
         if self.begun and not self.synced and not self.alike:
             self._tell_of_local()
-        if (self._carried or self._zeroed) and self.begun:
+        if self._carried and self.begun:
             self.fetch_gradients()
         engine = self._known().engine
         evens = self.alike and self.world.size > 1
@@ -352,7 +352,7 @@ class AdoptedOptimizer(PreparedOptimizer):
                 self._limit = math.inf
             super().take_step()
         else:
-            self._add_carried()
+            self._carried.add()
             self._forget()
             if evens:
                 self._agree()

@@ -38,8 +38,9 @@ from unipar.compat.loss_scales import (
     unscaled,
 )
 from unipar.compat.models import led_to
-from unipar.compat.optimizers import share_scale_of, trained_by
+from unipar.compat.optimizers import share_scale_of
 from unipar.compat.run import current, explain_spawned
+from unipar.compat.several_optimizers import trained_by
 from unipar.compat.taking_up import Adopter, is_transformed
 from unipar.data import move_to
 from unipar.engine import PrecisionPolicy, StepEngine

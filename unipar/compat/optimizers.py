@@ -7,20 +7,21 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.compat.models import Calls, PreparedModel, Training, led_to
+from unipar.compat.carried import CarriedGradients
+from unipar.compat.fresh_state import may_begin
+from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.norms import StepNorm
 from unipar.compat.own_methods import run_own
 from unipar.compat.parts_of_state import PartsOfState
 from unipar.compat.run import current, own_randomness
 from unipar.engine import PrecisionPolicy, StepEngine, share_scale
 from unipar.engine.absent import LoopCalls
-from unipar.engine.divisions import constructor_arguments
 from unipar.engine.guard import FindUnused
 from unipar.engine.held_groups import HeldGroups
 from unipar.engine.replaced import put_in_place
@@ -98,9 +99,7 @@ class PreparedOptimizer(Optimizer):
         self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
         self._limit: float | None = None
         self._norm: StepNorm | None = None
-        self._carried: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._zeros: list[tuple[nn.Parameter, torch.Tensor, int]] = []
-        self._zeroed: list[nn.Parameter] = []
+        self._carried = CarriedGradients()
         self._last: StepResult | None = None
         self._may_thaw: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         self._told_of_zeros = self._dropped = False
@@ -236,7 +235,7 @@ class PreparedOptimizer(Optimizer):
             for group in optimizer.param_groups:
                 for at, parameter in enumerate(group["params"]):
                     new = final.get(known(parameter) or "")
-                    if new is None or not _may_begin(optimizer, group, parameter, new, divides):
+                    if new is None or not may_begin(optimizer, group, parameter, new, divides):
                         raise ConfigError(
                             f"the {type(optimizer).__name__} has state already, or "
                             "parameters that the model has not, and the strategy puts others in "
@@ -286,8 +285,8 @@ class PreparedOptimizer(Optimizer):
                 "a strategy that leaves gradients whole, such as ddp."
             )
         self._tell_of_thawed()
-        if self._zeros:
-            self._take_zeros()
+        if not self._carried.take_zeros():
+            raise self._put_before()
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
@@ -351,7 +350,7 @@ class PreparedOptimizer(Optimizer):
         engine = self._known().engine
         assert isinstance(engine, StepEngine)
         engine.fetch_gradients()
-        self._add_carried()
+        self._carried.add()
 
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
         """Clip the gradient to a 2-norm: now, where ranks have it whole, and in the step elsewhere.
@@ -406,7 +405,7 @@ class PreparedOptimizer(Optimizer):
                 "gradient to the last one, and an engine has cleared that. Call zero_grad() once "
                 "for each step; p.grad = None is not seen."
             )
-        if self._carried or self._zeroed:
+        if self._carried:
             self.fetch_gradients()
         limit, norm = self._limit, self._norm
         put_in_place(self.optimizer.param_groups)
@@ -452,11 +451,11 @@ class PreparedOptimizer(Optimizer):
                 "not use: an optimizer would decay or move these by zeros, and leaves them here.",
                 self._session.strategy.name,
             )
-        zeros = [(p, torch.zeros_like(p)) for p in held]
-        for parameter, zero in zeros:
-            parameter.grad = zero
-        if not self.alike:
-            self._zeros = [(p, zero, zero._version) for p, zero in zeros]
+        if self.alike:
+            for parameter in held:
+                parameter.grad = torch.zeros_like(parameter)
+        else:
+            self._carried.put_zeros(held)
             if isinstance(training.engine, StepEngine):
                 training.engine.note_gradients()
 
@@ -464,19 +463,6 @@ class PreparedOptimizer(Optimizer):
         """Whether something is in ``parameter.grad`` of what it updates, but for these ids."""
         held = (one for group in self.optimizer.param_groups for one in group["params"])
         return any(one.grad is not None and id(one) not in but for one in held)
-
-    def _take_zeros(self) -> None:
-        """Note where zeros are as a step begins, which an engine begins without any.
-
-        Raises:
-            ConfigError: they are no longer, and the step would be without what is there.
-        """
-        zeros, self._zeros = self._zeros, []
-        for parameter, zero, version in zeros:
-            other = parameter.grad is not zero and parameter.grad is not None
-            if other or zero._version != version:
-                raise self._put_before()
-        self._zeroed = [parameter for parameter, *_ in zeros]
 
     def _put_before(self) -> ConfigError:
         return ConfigError(
@@ -495,7 +481,7 @@ class PreparedOptimizer(Optimizer):
 
     def _find_unused(self, parameters: Sequence[nn.Parameter]) -> Collection[nn.Parameter]:
         """Find, after a backward pass, parameters that have a gradient on no rank."""
-        carried = {*self._zeroed, *(one for one, _ in self._carried)}
+        carried = self._carried.parameters
         if self.alike or self._session.world.size == 1:
             known = self._session.world.size == 1 or self._known().uses_alike
             return [p for p in parameters if p.grad is None and p not in carried] if known else ()
@@ -504,18 +490,9 @@ class PreparedOptimizer(Optimizer):
         trained = [p for p in parameters if p.requires_grad]
         return UsedAnywhere(trained, None, carried).unused() if trained else ()
 
-    def _add_carried(self) -> None:
-        """Add what was there before the engine's backward passes, or beside them."""
-        for parameter, grad in self._carried:
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        for parameter in self._zeroed:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self._carried, self._zeroed = [], []
-
     def _forget(self) -> None:
         self.begun, self._limit, self._norm = False, None, None
-        self._carried, self._zeros, self._zeroed = [], [], []
+        self._carried.forget()
         self._known().uses_alike = True
 
     @property
@@ -679,26 +656,6 @@ class PreparedOptimizer(Optimizer):
         return repr(self.optimizer)
 
 
-def fetch_to_clip(optimizers: Sequence[PreparedOptimizer], call: str) -> None:
-    """Have gradients be there for a function of torch's that clips them. Collective.
-
-    Args:
-        optimizers: of the models that they are of.
-        call: what the script clips by.
-
-    Raises:
-        ConfigError: ranks have parts of them; or there was no backward pass.
-    """
-    if not all(one.lends_gradients for one in optimizers):
-        raise ConfigError(
-            f"{call}: this strategy divides gradients among ranks, and clips those of one whole "
-            "model to a 2-norm above 0, once in a step. Use clip_grad_norm_(model.parameters(), "
-            "max_norm), or a strategy that leaves gradients whole, such as ddp."
-        )
-    for one in optimizers:
-        one.fetch_gradients()
-
-
 def zero_unused(
     optimizer: Optimizer, *_: Any, trained: Sequence[Sequence[bool]] | None = None
 ) -> None:
@@ -765,104 +722,3 @@ def _release_unused(session: Session) -> None:
 def _unused_name(session: Session) -> str:
     names = ("model", *(f"model{number}" for number in range(2, len(session.engines) + 2)))
     return next(name for name in names if name not in session.engines)
-
-
-Chosen = TypeVar("Chosen", bound=PreparedOptimizer)
-
-
-def trained_by(
-    loss: torch.Tensor,
-    optimizers: Iterable[Chosen],
-    model: PreparedModel | None = None,
-) -> list[Chosen]:
-    """The optimizer of the model that a loss trains.
-
-    Where it may be those of several models, all of them, if gradients of these are whole: as in
-    PyTorch it is the steps that follow which decide.
-
-    Args:
-        loss: of the output of a model or more.
-        optimizers: those that are prepared.
-        model: what it trains, if the script says so.
-
-    Raises:
-        ConfigError: it was computed by none that has one.
-    """
-    trained = [one for one in optimizers if one.training is not None]
-    if len(trained) == 1 and (model is None or model is trained[0].model):
-        return trained
-    found = [one for training in led_to([loss]) for one in trained if one.training is training]
-    if not found or (model is not None and all(one.model is not model for one in found)):
-        calls = PreparedOptimizer.calls if not trained else trained[0].calls
-        raise ConfigError(
-            "this loss was computed by no model whose optimizer is prepared. Prepare the model and "
-            f"its optimizer, {calls.optimized}, and call the model that this gives back."
-        )
-    # A GAN's loss of its generator goes through the critic, which only its own loss is to
-    # train: the script clears the gradients of the one that it trains, or that comes first.
-    named = [one for one in found if one.model is model]
-    cleared = [one for one in found if one.cleared]
-    if not all(one.lends_gradients for one in found):
-        chosen = (named or cleared or found)[:1]
-    elif not cleared or all(one.alike for one in found):
-        chosen = found
-    else:
-        # It adds to what a step has already, be that meant or not.
-        chosen = [one for one in found if one in named or one in cleared or one.begun]
-    for one in trained:
-        one.cleared = one.stepped = False
-        one.strayed |= one in found and one not in chosen
-    return chosen
-
-
-def _may_begin(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameter: nn.Parameter,
-    new: nn.Parameter,
-    divides: bool,
-) -> bool:
-    """Let an optimizer update another parameter; false where its state would be lost.
-
-    What a constructor makes, as Adagrad's does, is not what training has made: it is made anew.
-
-    Args:
-        optimizer: the user's.
-        group: of it, which has the parameter.
-        parameter: what it was built over.
-        new: what takes its place, which may be the same.
-        divides: whether the strategy begins another state, of parts.
-    """
-    state = optimizer.state.get(parameter)
-    if not state or (new is parameter and not divides):
-        return True
-    begun, made = _as_built(optimizer, group, parameter), _as_built(optimizer, group, new)
-    if made is None or not _are_equal(begun, state):
-        return False
-    if new is not parameter:
-        del optimizer.state[parameter]
-        optimizer.state[new] = made
-    return True
-
-
-def _as_built(
-    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter
-) -> dict[str, Any] | None:
-    """The state that a constructor makes of a parameter; ``None`` where that is not known."""
-    kind: Any = type(optimizer)
-    own = {key: value for key, value in group.items() if key != "param_names"}
-    try:
-        fresh = kind([{**own, "params": [parameter]}], **constructor_arguments(optimizer))
-    except Exception:
-        # A script's own class may take anything, and raise anything.
-        return None
-    return dict(fresh.state[parameter]) if parameter in fresh.state else None
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        # A model may have been moved since the optimizer was built.
-        return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
-    return type(one) is type(other) and bool(one == other)

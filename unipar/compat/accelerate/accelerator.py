@@ -42,8 +42,9 @@ from unipar.compat.accelerate.state import AcceleratorState, GradientState
 from unipar.compat.accelerate.tracking import Trackers
 from unipar.compat.accelerate_names import ACCELERATOR, refuse
 from unipar.compat.models import PreparedModel
-from unipar.compat.optimizers import PreparedOptimizer, fetch_to_clip, trained_by
+from unipar.compat.optimizers import PreparedOptimizer
 from unipar.compat.run import current
+from unipar.compat.several_optimizers import fetch_to_clip, trained_by
 from unipar.compat.tables import Table
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError

@@ -23,8 +23,8 @@ from unipar.compat.fabric.keeping import Keeping
 from unipar.compat.fabric.strategies import Strategy
 from unipar.compat.fabric.wrappers import FabricModule, FabricOptimizer, uncompiled
 from unipar.compat.fabric_names import refuse
-from unipar.compat.optimizers import trained_by
 from unipar.compat.run import current
+from unipar.compat.several_optimizers import trained_by
 from unipar.compat.tables import Table
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError

@@ -16,8 +16,8 @@ from torch import nn
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.adopting import adoption, close
 from unipar.compat.native.scaling import refuse_scaled
-from unipar.compat.optimizers import fetch_to_clip
 from unipar.compat.run import current
+from unipar.compat.several_optimizers import fetch_to_clip
 from unipar.errors import ConfigError
 from unipar.launch import detect
 

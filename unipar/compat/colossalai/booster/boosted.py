@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from unipar.compat.colossalai.booster.plugin_base import Plugin
 from unipar.compat.colossalai_names import refuse
 from unipar.compat.models import Calls, PreparedModel
-from unipar.compat.optimizers import PreparedOptimizer, trained_by, zero_unused
+from unipar.compat.optimizers import PreparedOptimizer, zero_unused
 from unipar.compat.run import current
+from unipar.compat.several_optimizers import trained_by
 from unipar.errors import ConfigError
 from unipar.session import Session
 from unipar.strategy import Engine

@@ -1,0 +1,66 @@
+"""Gradients that a script has in ``p.grad`` beside those of an engine's backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+class CarriedGradients:
+    """What the step of a script is by, too: engines begin each step without any gradient.
+
+    Attributes:
+        zeros: ids of the parameters whose gradients were cleared to zeros before the step begins.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._put: list[tuple[nn.Parameter, torch.Tensor, int]] = []
+        self._zeroed: list[nn.Parameter] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._kept or self._zeroed)
+
+    @property
+    def zeros(self) -> set[int]:
+        return {id(parameter) for parameter, *_ in self._put}
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """Those that have some in the step that has begun."""
+        return {*self._zeroed, *(parameter for parameter, _ in self._kept)}
+
+    def put_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Set gradients to zeros, by which optimizers step, and note them."""
+        self._put = []
+        for parameter in parameters:
+            parameter.grad = zero = torch.zeros_like(parameter)
+            self._put.append((parameter, zero, zero._version))
+
+    def take_zeros(self) -> bool:
+        """As a step begins, take along the zeros that are noted; false if they are none by now."""
+        put, self._put = self._put, []
+        self._zeroed += [parameter for parameter, *_ in put]
+        return all(
+            parameter.grad is None or (parameter.grad is zero and zero._version == version)
+            for parameter, zero, version in put
+        )
+
+    def keep(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Keep gradients aside until :meth:`add`."""
+        self._kept += gradients
+
+    def add(self) -> None:
+        """Add them to what is in ``p.grad``, and hold none any more."""
+        for parameter, grad in self._kept:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        for parameter in self._zeroed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._kept, self._zeroed = [], []
+
+    def forget(self) -> None:
+        """Drop all that is held."""
+        self._kept, self._put, self._zeroed = [], [], []

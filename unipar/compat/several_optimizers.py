@@ -1,0 +1,79 @@
+"""Several optimizers: whose models a loss trains, and what they do together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from unipar.compat.models import PreparedModel, led_to
+from unipar.compat.optimizers import PreparedOptimizer
+from unipar.errors import ConfigError
+
+Chosen = TypeVar("Chosen", bound=PreparedOptimizer)
+
+
+def trained_by(
+    loss: torch.Tensor,
+    optimizers: Iterable[Chosen],
+    model: PreparedModel | None = None,
+) -> list[Chosen]:
+    """The optimizer of the model that a loss trains.
+
+    Where it may be those of several models, all of them, if gradients of these are whole: as in
+    PyTorch it is the steps that follow which decide.
+
+    Args:
+        loss: of the output of a model or more.
+        optimizers: those that are prepared.
+        model: what it trains, if the script says so.
+
+    Raises:
+        ConfigError: it was computed by none that has one.
+    """
+    trained = [one for one in optimizers if one.training is not None]
+    if len(trained) == 1 and (model is None or model is trained[0].model):
+        return trained
+    found = [one for training in led_to([loss]) for one in trained if one.training is training]
+    if not found or (model is not None and all(one.model is not model for one in found)):
+        calls = PreparedOptimizer.calls if not trained else trained[0].calls
+        raise ConfigError(
+            "this loss was computed by no model whose optimizer is prepared. Prepare the model and "
+            f"its optimizer, {calls.optimized}, and call the model that this gives back."
+        )
+    # A GAN's loss of its generator goes through the critic, which only its own loss is to
+    # train: the script clears the gradients of the one that it trains, or that comes first.
+    named = [one for one in found if one.model is model]
+    cleared = [one for one in found if one.cleared]
+    if not all(one.lends_gradients for one in found):
+        chosen = (named or cleared or found)[:1]
+    elif not cleared or all(one.alike for one in found):
+        chosen = found
+    else:
+        # It adds to what a step has already, be that meant or not.
+        chosen = [one for one in found if one in named or one in cleared or one.begun]
+    for one in trained:
+        one.cleared = one.stepped = False
+        one.strayed |= one in found and one not in chosen
+    return chosen
+
+
+def fetch_to_clip(optimizers: Sequence[PreparedOptimizer], call: str) -> None:
+    """Have gradients be there for a function of torch's that clips them. Collective.
+
+    Args:
+        optimizers: of the models that they are of.
+        call: what the script clips by.
+
+    Raises:
+        ConfigError: ranks have parts of them; or there was no backward pass.
+    """
+    if not all(one.lends_gradients for one in optimizers):
+        raise ConfigError(
+            f"{call}: this strategy divides gradients among ranks, and clips those of one whole "
+            "model to a 2-norm above 0, once in a step. Use clip_grad_norm_(model.parameters(), "
+            "max_norm), or a strategy that leaves gradients whole, such as ddp."
+        )
+    for one in optimizers:
+        one.fetch_gradients()
