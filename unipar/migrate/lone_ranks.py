@@ -82,12 +82,10 @@ class _LoneRanks:
 
     def _whole_of(self, call: cst.Call) -> str:
         """What gives weights whole, by the names that the call would have given."""
-        of, whole = call.func, self._dialect.whole
+        of, model = call.func, "model"
         if isinstance(of, cst.Attribute) and of.attr.value == "state_dict":
-            return whole.replace(
-                "whole_state_dict(model)", f"whole_state_dict({self._shown(of.value)})"
-            )
-        return whole
+            model = self._shown(of.value)
+        return self._dialect.whole.format(model=model)
 
     def _tell_by_data(self, call: cst.Call, tests: list[cst.BaseExpression]) -> None:
         for test in tests:

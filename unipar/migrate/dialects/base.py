@@ -33,7 +33,7 @@ class Dialect(ABC):
         together: methods of that object by which all ranks save.
         gathering: those for which strategies that divide the model's weights need all ranks.
         whole: the call that gives or writes weights whole where ``state_dict()`` refuses, because
-            strategies have divided them.
+            strategies have divided them; ``{model}`` in it is what the script has called so.
         rows: what maps to what.
         refused: what is refused, and what to do about it.
     """

@@ -44,7 +44,7 @@ class Fabric(FaceDialect):
     members: ClassVar[Table | None] = MEMBERS
     main: ClassVar[tuple[str, ...]] = FABRIC
     together: ClassVar[tuple[str, ...]] = ("save",)
-    whole: ClassVar[str] = "fabric.save(path, {'model': model})"
+    whole: ClassVar[str] = "fabric.save(path, {{'model': model}})"
     calls: ClassVar[tuple[Table, ...]] = (CALLS, LIGHTNING)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("from lightning_fabric import Fabric", f"from {FACE} import Fabric"),

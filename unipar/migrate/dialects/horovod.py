@@ -25,7 +25,7 @@ class Horovod(FaceDialect):
     title: ClassVar[str] = "Horovod"
     marks: ClassVar[tuple[str, ...]] = ("horovod.",)
     trains: ClassVar[tuple[str, ...]] = ("horovod.torch.",)
-    whole: ClassVar[str] = "unipar.compat.torch.whole_state_dict(model)"
+    whole: ClassVar[str] = "unipar.compat.torch.whole_state_dict({model})"
     package: ClassVar[str] = "horovod"
     face: ClassVar[str] = "unipar.compat.horovod"
     modules: ClassVar[Mapping[str, Table | None]] = {

@@ -33,7 +33,7 @@ class Native(Dialect):
         Row(row.names.replace(" ", "`, `"), row.why) for row in REFUSED.rows
     )
     starts: ClassVar[str] = "torchrun"
-    whole: ClassVar[str] = "unipar.compat.torch.whole_state_dict(model)"
+    whole: ClassVar[str] = "unipar.compat.torch.whole_state_dict({model})"
 
     def concerns(self, name: str) -> bool:
         return is_torch(name)
