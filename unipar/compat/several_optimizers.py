@@ -30,14 +30,21 @@ def trained_by(
         model: what it trains, if the script says so.
 
     Raises:
-        ConfigError: it was computed by none that has one.
+        ConfigError: it was computed by none that has one, or not by the one that the script says.
     """
     trained = [one for one in optimizers if one.training is not None]
     if len(trained) == 1 and (model is None or model is trained[0].model):
         return trained
     found = [one for training in led_to([loss]) for one in trained if one.training is training]
-    if not found or (model is not None and all(one.model is not model for one in found)):
-        calls = PreparedOptimizer.calls if not trained else trained[0].calls
+    calls = PreparedOptimizer.calls if not trained else trained[0].calls
+    if found and model is not None and all(one.model is not model for one in found):
+        others = dict.fromkeys(_kind(one.model) for one in found)
+        raise ConfigError(
+            f"{calls.backward} was told that this loss trains a {_kind(model)}, and it was "
+            f"computed by {' and '.join(others)} alone. Name the model, or the optimizer, of what "
+            "the loss is to train."
+        )
+    if not found:
         raise ConfigError(
             "this loss was computed by no model whose optimizer is prepared. Prepare the model and "
             f"its optimizer, {calls.optimized}, and call the model that this gives back."
@@ -57,6 +64,10 @@ def trained_by(
         one.cleared = one.stepped = False
         one.strayed |= one in found and one not in chosen
     return chosen
+
+
+def _kind(model: PreparedModel | None) -> str:
+    return "model" if model is None else type(model.module).__name__
 
 
 def fetch_to_clip(optimizers: Sequence[PreparedOptimizer], call: str) -> None:

@@ -115,6 +115,16 @@ def test_a_step_without_clearing_is_refused_and_not_taken_otherwise() -> None:
     optimizer.step()
 
 
+def test_an_optimizer_of_another_model_than_the_losss_is_refused() -> None:
+    booster, model, optimizer = boosted()
+    other = nn.Bilinear(3, 3, 1)
+    other, of_other, *_ = booster.boost(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    told = r"told that this loss trains a Bilinear, and it was computed by Linear alone\. Name the"
+    with pytest.raises(ConfigError, match=told):
+        booster.backward(model(torch.ones(1, 3)).sum(), of_other)
+    step(booster, model, optimizer)
+
+
 def test_a_step_within_no_sync_is_refused() -> None:
     booster, model, optimizer = boosted()
     with booster.no_sync(model, optimizer):
