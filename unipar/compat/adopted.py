@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from unipar.checkpoint.load import agree
 from unipar.compat.fp32_outputs import cast
@@ -40,6 +41,8 @@ class AdoptedModel(PreparedModel):
     Attributes:
         called: whether it was called since its last backward pass, so as to be trained.
         around: whether DDP wraps it, and was not called since the last backward pass.
+        armed: whether DDP was, so that it sums the gradients of the next one over ranks.
+        apart: whether the model was called so that it does not, since then.
         listed: its weights, when these were last looked at.
         versions: the same, and how often each had been written to when ranks last had the same.
         evened: how often ranks were given the same since.
@@ -51,6 +54,8 @@ class AdoptedModel(PreparedModel):
     guards_module: ClassVar[bool] = False
     called: bool
     around: bool
+    armed: bool
+    apart: bool
     listed: list[torch.Tensor]
     versions: list[tuple[torch.Tensor, int]] | None
     evened: int
@@ -65,6 +70,7 @@ class AdoptedModel(PreparedModel):
         self.__dict__["listed"] = list[torch.Tensor]()
         self.__dict__["told_unlike"], self.__dict__["gives"] = False, None
         self.__dict__["called"] = self.__dict__["around"] = False
+        self.__dict__["armed"] = self.__dict__["apart"] = False
 
     @property
     def world(self) -> World:
@@ -104,6 +110,10 @@ class AdoptedModel(PreparedModel):
         if torch.is_grad_enabled() and self.training_by is not None:
             self.__dict__["called"] = self.training_by.called = True
             self._note(self.training_by, output, inputs)
+
+    def note_call(self, *, syncs: bool) -> None:
+        """Note a pass that may be trained on, whose gradients DDP sums over ranks, or does not."""
+        self.__dict__["armed" if syncs else "apart"] = True
 
     def even_out_weights(self) -> None:
         """Where a script has changed weights by hand, take rank 0's. Collective then.
@@ -165,12 +175,13 @@ class AdoptedOptimizer(PreparedOptimizer):
         skips: whether a step by gradients that are not finite is left out, by more than the loss.
         synced: whether a backward pass of this step was outside of the script's no_sync().
         told_local: whether it was told of a step of which none was.
+        steps_own: whether the last step was by gradients of each rank's own.
     """
 
     calls: ClassVar[Calls] = _CALLS
     keeps_gradients: ClassVar[bool] = True
     keeps_model: ClassVar[bool] = True
-    summed = skips = synced = told_local = False
+    summed = skips = synced = told_local = steps_own = False
     passes = 0
 
     @property
@@ -222,10 +233,15 @@ class AdoptedOptimizer(PreparedOptimizer):
     def is_by_hand(self) -> bool:
         """Whether a step is by what a script has put into ``parameter.grad`` itself."""
         if self.begun:
-            return False
+            return self.is_own
         if self.alike:
             return self.steps_by_hand
         return self.by_own_gradients and self._has_gradients()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether DDP would have left the gradients of this step to each rank, so far."""
+        return not self.synced and self.by_own_gradients and self.world.size > 1
 
     @property
     def by_own_gradients(self) -> bool:
@@ -251,8 +267,11 @@ class AdoptedOptimizer(PreparedOptimizer):
             return engine.without_stand_ins()
         return contextlib.nullcontext()
 
-    def keep_what_is_there(self) -> None:
+    def begin_pass(self, *, unsynced: bool) -> None:
         """Before a backward pass: have it add to the gradients that there are, as in PyTorch.
+
+        Args:
+            unsynced: whether it is within the script's no_sync().
 
         Raises:
             ConfigError: gradients of the last step are there in PyTorch, and are not here; or the
@@ -264,12 +283,42 @@ class AdoptedOptimizer(PreparedOptimizer):
                 "add to those of the last step, which an engine has cleared. Call "
                 "optimizer.zero_grad() before this loss.backward(); p.grad = None is not seen."
             )
+        if self.uncleared and self.steps_own and self._has_gradients():
+            raise ConfigError(
+                "the optimizer has stepped by gradients that each rank had of its own, and they "
+                "were not cleared since: DDP would sum them over ranks with those of this loss. "
+                "Call optimizer.zero_grad() before this loss.backward()."
+            )
+        model = self.model
+        assert isinstance(model, AdoptedModel)
+        # DDP is armed by its forward pass, whatever is around the backward pass.
+        own = self.by_own_gradients and model.apart and not model.armed
+        used = self.by_own_gradients and self.begun and self._known().engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
+        if used or (own and self.synced and self.begun):
+            # DDP adds this pass's to what the ranks have summed already.
+            self.fetch_gradients()
+            for p in self._trained():
+                if p.grad is not None:
+                    self._carried.keep([(p, p.grad.clone())])
+                    p.grad = None
+            self._known().engine.zero_grad()
+            self.begun = self.synced = False
+        if self._carried and self.by_own_gradients and not own and self.world.size > 1:
+            # It sums all that is there.
+            self._carried.average(self._trained(), self.world)
+        self.synced |= not (own if self.by_own_gradients else unsynced)
+        self._keep_what_is_there()
+
+    def _trained(self) -> Iterable[nn.Parameter]:
+        return self._known().engine.module.parameters()
+
+    def _keep_what_is_there(self) -> None:
         engine = self._known().engine
         fetched = self.alike and self.begun and self.lends_gradients and engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
         stays: Iterable[torch.Tensor] = ()
         if self.uncleared or fetched or (self.steps_by_hand and not self.begun):
             # PyTorch would add to what is there, which is reduced already.
-            stays, self.uncleared = engine.module.parameters(), False
+            stays, self.uncleared = self._trained(), False
         elif self.lends_gradients and not self.begun:
             stays = self._apart
             others = not (self.alike or self.strayed)
@@ -283,7 +332,7 @@ class AdoptedOptimizer(PreparedOptimizer):
     def backward(self, loss: torch.Tensor, **how: Any) -> None:
         super().backward(loss, **how)
         assert isinstance(self.model, AdoptedModel)
-        self.model.__dict__["called"] = False
+        self.model.__dict__.update(called=False, armed=False, apart=False)
 
     def add_by_hand(self, run: Callable[[], None]) -> None:
         """Add the gradients of a loss that no call of the model has made, alike on all ranks.
@@ -292,7 +341,9 @@ class AdoptedOptimizer(PreparedOptimizer):
             run: its backward pass.
         """
         engine = self._known().engine
-        if not self.begun or engine.fetched:  # pyright: ignore[reportAttributeAccessIssue]
+        if self.begun and not self.alike:
+            self.fetch_gradients()
+        if not (self.begun and self.alike) or engine.fetched:  # pyright: ignore[reportAttributeAccessIssue]
             run()
             return
         # What is there is the engine's, of a rank's part of the batch.
@@ -330,15 +381,39 @@ class AdoptedOptimizer(PreparedOptimizer):
                 )
         return self.clip(max_norm, self.world.device)
 
+    def fetch_gradients(self) -> None:
+        if not self.is_own:
+            super().fetch_gradients()
+            return
+        engine = self._known().engine
+        assert isinstance(engine, StepEngine)
+        if engine.precision.scaler is not None:
+            raise ConfigError(
+                "gradients of passes within no_sync() are each rank's own under DDP, and here the "
+                "loss scale of fp16 is still in them. Use them in bf16 or fp32; or leave the last "
+                "backward pass before out of no_sync()."
+            )
+        engine.lend_own_gradients()
+        self._carried.add()
+
+    def _find_unused(self, parameters: Sequence[nn.Parameter]) -> Collection[nn.Parameter]:
+        if not self.is_own:
+            return super()._find_unused(parameters)
+        carried = self._carried.parameters
+        return [p for p in parameters if p.grad is None and p not in carried]
+
     def _forget(self) -> None:
         super()._forget()
         self.synced = False
 
     def take_step(self) -> None:
-        if self.begun and not self.synced and not self.alike:
-            self._tell_of_local()
-        if self._carried and self.begun:
+        if self.begun and self.is_own:
             self.fetch_gradients()
+        else:
+            if self.begun and not self.synced and not self.alike:
+                self._tell_of_local()
+            if self._carried and self.begun:
+                self.fetch_gradients()
         engine = self._known().engine
         evens = self.alike and self.world.size > 1
         if evens and self.lends_gradients and engine.gradients_changed:  # pyright: ignore[reportAttributeAccessIssue]
@@ -346,6 +421,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         assert isinstance(self.model, AdoptedModel)
         if evens:
             self.model.even_out_weights()
+        self.steps_own = self.is_by_hand and not self.alike
         if not self.is_by_hand:
             if self.skips and self._limit is None:
                 # The norm tells whether gradients are finite.
@@ -356,7 +432,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             self._forget()
             if evens:
                 self._agree()
-            self._last = None
+            self._last, self.stepped = None, True
             engine.step_by_hand()  # pyright: ignore[reportAttributeAccessIssue]
         if evens:
             self.model.note_step()
@@ -371,9 +447,10 @@ class AdoptedOptimizer(PreparedOptimizer):
         self.told_local = True
         log.warning(
             "all backward passes of a step were within no_sync(): the framework of the script "
-            "steps on each rank by its own gradient then, so that replicas drift apart until they "
-            "are averaged. Here every step is by the mean over ranks. Leave the last pass of a "
-            "step out of no_sync(), and both do the same."
+            "steps on each rank by its own gradient then, and strategy '%s' steps by the mean over "
+            "ranks. Leave the last pass of a step out of no_sync(), and both do the same; or use "
+            "ddp, which steps as the script does.",
+            self._session.strategy.name,
         )
 
     def _agree(self) -> None:

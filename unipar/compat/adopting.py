@@ -71,6 +71,7 @@ class Adoption(Adopter):
                 return again(*args, **kwargs)
         if torch.is_grad_enabled():
             model.__dict__["around"] = not self.through and (model.around or not model.called)
+            model.note_call(syncs=self.syncs)
         if self.gathers and model.world.device.type != "cpu":
             # As FSDP does, of which a script may make use.
             args, kwargs = move_to((args, kwargs), model.world.device)
@@ -191,8 +192,7 @@ class Adoption(Adopter):
                     divides = current.config is None or current.config.divide_batches
                     check_alike({"the loss": loss}, one.world, divides=divides)
             for each in found:
-                each.keep_what_is_there()
-                each.synced |= not current.unsynced
+                each.begin_pass(unsynced=current.unsynced)
             if size > 1 and any(each.summed is not one.summed for each in beside):
                 raise ConfigError(
                     "this loss trains models of which one has hvd.DistributedOptimizer(op=hvd.Sum) "
@@ -205,7 +205,9 @@ class Adoption(Adopter):
                 one.backward(
                     loss * size if one.summed else loss,
                     likely_last=(
-                        self.sums_in_backward and not (self.accumulates or current.unsynced)
+                        self.sums_in_backward
+                        and not (self.accumulates or current.unsynced)
+                        and all(each.synced for each in found)
                     ),
                     beside=beside,
                 )
@@ -270,7 +272,7 @@ class Adoption(Adopter):
             ConfigError: an engine would clear its gradients as a step begins.
         """
         for one in found:
-            if not one.steps_by_hand:
+            if not (one.steps_by_hand or (one.begun and one.by_own_gradients)):
                 raise ConfigError(
                     "this loss is made of weights of "
                     f"{type(one.model and one.model.module).__name__}, and not of a call of it, so "
@@ -394,7 +396,7 @@ class Adoption(Adopter):
         model = trained.model
         if not isinstance(model, AdoptedModel) or not model.around or self._told_of_around:
             return
-        if trained.same_parameters and trained.world.size > 1:
+        if trained.same_parameters and not trained.by_own_gradients and trained.world.size > 1:
             self._told_of_around = True
             log.warning(
                 "this loss comes of a call of %s itself, as model.module(…), and not of the "

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from unipar.world import World
 
 
 class CarriedGradients:
@@ -51,6 +54,25 @@ class CarriedGradients:
     def keep(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Keep gradients aside until :meth:`add`."""
         self._kept += gradients
+
+    def average(self, parameters: Iterable[nn.Parameter], world: World) -> None:
+        """Have on each rank the mean over ranks of what they keep. Collective.
+
+        Args:
+            parameters: all that may have some, in the same order on all ranks.
+            world: the joined processes.
+        """
+        kept: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter, grad in self._kept:
+            kept[parameter] = kept[parameter] + grad if parameter in kept else grad
+        every = list(parameters)
+        # A rank may have used others.
+        used = set[int]().union(*world.gather({i for i, p in enumerate(every) if p in kept}))
+        self._kept = []
+        for parameter in (every[index] for index in sorted(used)):
+            grad = kept.get(parameter, torch.zeros_like(parameter))
+            dist.all_reduce(grad)
+            self._kept.append((parameter, grad.div_(world.size)))
 
     def add(self) -> None:
         """Add them to what is in ``p.grad``, and hold none any more."""

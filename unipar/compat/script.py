@@ -34,6 +34,7 @@ class Script:
         inside: whether what is called now is called by an engine.
         retains: whether the backward pass under way is to leave its graph.
         through: whether a model is called through the wrapper that the script has put around it.
+        syncs: whether that sums over ranks the gradients of the pass that it calls.
         gathers: whether the script takes state dicts on all ranks, as under FSDP.
         rank0_only: whether only the first of them wants those.
         optim_rank0_only: whether only that wants those of optimizers.
@@ -44,7 +45,8 @@ class Script:
     """
 
     def __init__(self) -> None:
-        self.aware = self.inside = self.retains = self.through = False
+        self.aware = self.inside = self.retains = False
+        self.through = self.syncs = False
         self.draws: CommonDraws | None = None
         self.sums_in_backward = self.by_ddp = self.accumulates = False
         self.gathers = self.rank0_only = self.optim_rank0_only = False
@@ -78,6 +80,10 @@ class Script:
     def wrapping(self) -> contextlib.AbstractContextManager[None]:
         """Around a call of a model by the wrapper that the script has put around it."""
         return _While(self, "through")
+
+    def syncing(self) -> contextlib.AbstractContextManager[None]:
+        """Around a call by a wrapper that sums gradients over ranks in the backward pass of it."""
+        return _While(self, "syncs")
 
     def retaining(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward pass that is to leave its graph."""

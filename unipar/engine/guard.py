@@ -173,6 +173,7 @@ class GradientGuard:
             stepped: whether the step is done, and gradients are gone.
         """
         self._why.stepped = stepped
+        self._lent = False
         if self._reducer.hides_gradients or self.lends:
             unused = {*self._find_unused(self._parameters)}
             # A framework's own class of parameters may do things when they are set.

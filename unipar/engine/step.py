@@ -632,9 +632,23 @@ class StepEngine(Engine):
         """Go on where the caller has cleared gradients, or has zeros in their place."""
         self._guard.note()
 
+    def lend_own_gradients(self) -> None:
+        """Leave in ``parameter.grad`` what this rank's backward passes have left, summed by nobody.
+
+        The loop may do with it what it likes, and the next backward pass adds to it.
+        """
+        self._guarded(self._guard.check)
+        self._guard.lent()
+
     def step_by_hand(self) -> None:
-        """Step by what a loop has itself put into ``parameter.grad``, each rank by its own."""
+        """Step by what is in ``parameter.grad``, each rank by its own.
+
+        A loop has put it there, or :meth:`lend_own_gradients`; nothing is summed.
+        """
         assert self.optimizer is not None
+        if self.average.begun:
+            self.world.give_up_step()
+            self._clear()
         if self.groups is not None:
             self.groups.check()
         self.optimizer.step()

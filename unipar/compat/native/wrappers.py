@@ -111,7 +111,8 @@ class DistributedDataParallel(_Wrapper):
         if due and adopted is not None:
             with adoption.engine_calls():
                 adopted.share_buffers()
-        return super().forward(*args, **kwargs)
+        with adoption.syncing() if syncs else contextlib.nullcontext():
+            return super().forward(*args, **kwargs)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: Any, names: Any) -> None:

@@ -1,0 +1,163 @@
+"""Gradients that DistributedDataParallel leaves to each rank, as a script finds and uses them.
+
+Every script is run by PyTorch's own DDP, too, and both give each rank the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faces import under
+from plain_scripts import Heads, plainly
+from torch import nn
+
+from unipar.compat.adopting import adoption
+from unipar.compat.native.calls import clip_grad_norm_
+from unipar.compat.native.wrappers import DistributedDataParallel
+from unipar.compat.run import current
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+DATA = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+"""Of each pass and rank four samples."""
+
+
+class Script:
+    """Trains by DDP, of unipar's face or PyTorch's own."""
+
+    def __init__(self, *, native: bool) -> None:
+        self.native, self.rank = native, current.placement().rank
+        if native:
+            current.world()
+        else:
+            adoption.note_aware()
+        torch.manual_seed(0)
+        layers = Heads(4)
+        self.optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+        wrap: Any = nn.parallel.DistributedDataParallel if native else DistributedDataParallel
+        self.model: Any = wrap(layers, find_unused_parameters=True)
+        self.found: list[float] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def loss(self, number: int, head: int = 0, *, around: bool = False) -> torch.Tensor:
+        x = DATA[number, self.rank]
+        model = self.model.module if around else self.model
+        return (model(x, head) - x.sum(1, keepdim=True)).square().mean()
+
+    def local(self, number: int, **how: Any) -> None:
+        with self.model.no_sync():
+            self.loss(number, **how).backward()
+
+    def note(self) -> None:
+        """Note what is in ``p.grad``."""
+        self.found += [0.0 if p.grad is None else p.grad.norm().item() for p in self.parameters]
+
+    def clip(self) -> None:
+        clip = nn.utils.clip_grad_norm_ if self.native else clip_grad_norm_
+        self.found.append(float(clip(self.parameters, 0.5)))
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def perturbed(script: Script) -> None:
+    """Sharpness-aware: each rank perturbs the weights by its own gradient."""
+    for number in range(0, 6, 2):
+        script.local(number)
+        moved = [(p, 0.5 * p.grad.clone()) for p in script.parameters if p.grad is not None]
+        script.note()
+        with torch.no_grad():
+            for p, by in moved:
+                p.add_(by)
+        script.optimizer.zero_grad()
+        loss = script.loss(number)
+        script.found.append(loss.item())
+        loss.backward()
+        with torch.no_grad():
+            for p, by in moved:
+                p.sub_(by)
+        script.step()
+
+
+def averaged(script: Script) -> None:
+    """Clipped on each rank, and averaged by hand then."""
+    for number in range(3):
+        script.local(number)
+        script.clip()
+        for p in script.parameters:
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= 2
+        script.step()
+
+
+def drifting(script: Script) -> None:
+    """Ranks step on their own, by one pass or two."""
+    for number in range(0, 6, 2):
+        script.local(number)
+        if number:
+            script.local(number + 1, head=number // 2 % 2)
+        script.step()
+        script.found += [p.sum().item() for p in script.parameters]
+
+
+def changed(script: Script) -> None:
+    """What a script has changed between passes is summed with what comes after."""
+    for number in range(0, 6, 2):
+        script.local(number)
+        script.note()
+        for p in script.parameters:
+            if p.grad is not None:
+                p.grad *= 1 + script.rank
+        script.loss(number + 1).backward()
+        script.note()
+        script.step()
+
+
+def added(script: Script) -> None:
+    """A pass of each rank's own, and a penalty of weights, come to what is averaged."""
+    for number in range(0, 6, 2):
+        script.loss(number).backward()
+        script.model.module.heads[0].weight.square().sum().backward()
+        script.local(number + 1)
+        script.note()
+        if number:
+            script.loss(number).backward()
+            script.note()
+        script.step()
+
+
+def around(script: Script) -> None:
+    """Passes around the wrapper are each rank's own; a forward pass is what counts."""
+    for number in range(4):
+        if number % 2:
+            script.loss(number, around=True).backward()
+        else:
+            loss = script.loss(number)
+            with script.model.no_sync():
+                loss.backward()
+        script.note()
+        script.step()
+
+
+def run(act: Callable[[Script], None], *, native: bool = False) -> list[float]:
+    script = Script(native=native)
+    act(script)
+    return [*script.found, *(x for p in script.parameters for x in p.detach().flatten().tolist())]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("act", [perturbed, averaged, drifting, changed, added, around])
+def test_each_rank_has_what_ddp_leaves_it(world_pool: Any, act: Any, strategy: str) -> None:
+    expected = world_pool(2).run(under, "ddp", partial(run, act, native=True))
+    found = world_pool(2).run(plainly, strategy, partial(run, act))
+    for one, own in zip(found, expected, strict=True):
+        assert one == (pytest.approx(own, rel=1e-5, abs=1e-6), []), one
