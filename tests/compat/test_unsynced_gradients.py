@@ -6,6 +6,7 @@ Every script is run by PyTorch's own DDP, too, and both give each rank the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,13 @@ from faces import under
 from plain_scripts import Heads, plainly
 from torch import nn
 
+from unipar.compat import colossalai
+from unipar.compat.accelerate import Accelerator
+from unipar.compat.accelerate.utils import DistributedDataParallelKwargs
 from unipar.compat.adopting import adoption
+from unipar.compat.colossalai.booster import Booster
+from unipar.compat.colossalai.booster.plugin import TorchDDPPlugin
+from unipar.compat.fabric import Fabric
 from unipar.compat.native.calls import clip_grad_norm_
 from unipar.compat.native.wrappers import DistributedDataParallel
 from unipar.compat.run import current
@@ -27,20 +34,50 @@ DATA = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Script:
-    """Trains by DDP, of unipar's face or PyTorch's own."""
+    """Trains by DDP, of PyTorch's own (``native``) or of a face's."""
 
-    def __init__(self, *, native: bool) -> None:
-        self.native, self.rank = native, current.placement().rank
-        if native:
-            current.world()
-        else:
-            adoption.note_aware()
-        torch.manual_seed(0)
-        layers = Heads(4)
-        self.optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
-        wrap: Any = nn.parallel.DistributedDataParallel if native else DistributedDataParallel
-        self.model: Any = wrap(layers, find_unused_parameters=True)
+    def __init__(self, face: str) -> None:
+        self.face, self.rank = face, current.placement().rank
         self.found: list[float] = []
+        model = Heads(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer: Any = optimizer
+        self.backward: Callable[[torch.Tensor], None] = lambda loss: loss.backward()
+        self.clip_by: Callable[..., Any] = nn.utils.clip_grad_norm_
+        if face == "native":
+            current.world()
+            self.model: Any = nn.parallel.DistributedDataParallel(
+                model, find_unused_parameters=True
+            )
+        elif face == "ddp":
+            adoption.note_aware()
+            self.model = DistributedDataParallel(model, find_unused_parameters=True)
+            self.clip_by = clip_grad_norm_
+        elif face == "accelerate":
+            accelerator = Accelerator(
+                kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+            )
+            self.model, self.optimizer = accelerator.prepare(model, optimizer)
+            self.backward, self.clip_by = accelerator.backward, accelerator.clip_grad_norm_
+            self._no_sync = lambda: accelerator.no_sync(self.model)
+        elif face == "colossalai":
+            colossalai.launch_from_torch(verbose=False)
+            booster = Booster(plugin=TorchDDPPlugin(find_unused_parameters=True))
+            self.model, self.optimizer, *_ = booster.boost(model, optimizer)
+            self.backward = lambda loss: booster.backward(loss, self.optimizer)
+            self.clip_by = lambda _, norm: self.optimizer.clip_grad_by_norm(norm)
+            self._no_sync = lambda: booster.no_sync(self.model, self.optimizer)
+        else:
+            fabric = Fabric(strategy="ddp_find_unused_parameters_true", devices=2)
+            self.model, self.optimizer = fabric.setup(model, optimizer)
+            self.backward = fabric.backward
+            self.clip_by = lambda _, norm: fabric.clip_gradients(
+                self.model, self.optimizer, max_norm=norm
+            )
+            self._no_sync = lambda: fabric.no_backward_sync(self.model)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.model.no_sync() if self.face in ("native", "ddp") else self._no_sync()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -52,16 +89,15 @@ class Script:
         return (model(x, head) - x.sum(1, keepdim=True)).square().mean()
 
     def local(self, number: int, **how: Any) -> None:
-        with self.model.no_sync():
-            self.loss(number, **how).backward()
+        with self.no_sync():
+            self.backward(self.loss(number, **how))
 
     def note(self) -> None:
         """Note what is in ``p.grad``."""
         self.found += [0.0 if p.grad is None else p.grad.norm().item() for p in self.parameters]
 
     def clip(self) -> None:
-        clip = nn.utils.clip_grad_norm_ if self.native else clip_grad_norm_
-        self.found.append(float(clip(self.parameters, 0.5)))
+        self.found.append(float(self.clip_by(self.parameters, 0.5)))
 
     def step(self) -> None:
         self.optimizer.step()
@@ -80,7 +116,7 @@ def perturbed(script: Script) -> None:
         script.optimizer.zero_grad()
         loss = script.loss(number)
         script.found.append(loss.item())
-        loss.backward()
+        script.backward(loss)
         with torch.no_grad():
             for p, by in moved:
                 p.sub_(by)
@@ -117,7 +153,7 @@ def changed(script: Script) -> None:
         for p in script.parameters:
             if p.grad is not None:
                 p.grad *= 1 + script.rank
-        script.loss(number + 1).backward()
+        script.backward(script.loss(number + 1))
         script.note()
         script.step()
 
@@ -148,8 +184,8 @@ def around(script: Script) -> None:
         script.step()
 
 
-def run(act: Callable[[Script], None], *, native: bool = False) -> list[float]:
-    script = Script(native=native)
+def run(act: Callable[[Script], None], face: str) -> list[float]:
+    script = Script(face)
     act(script)
     return [*script.found, *(x for p in script.parameters for x in p.detach().flatten().tolist())]
 
@@ -157,7 +193,15 @@ def run(act: Callable[[Script], None], *, native: bool = False) -> list[float]:
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("act", [perturbed, averaged, drifting, changed, added, around])
 def test_each_rank_has_what_ddp_leaves_it(world_pool: Any, act: Any, strategy: str) -> None:
-    expected = world_pool(2).run(under, "ddp", partial(run, act, native=True))
-    found = world_pool(2).run(plainly, strategy, partial(run, act))
+    expected = world_pool(2).run(under, "ddp", run, act, "native")
+    found = world_pool(2).run(plainly, strategy, partial(run, act, "ddp"))
     for one, own in zip(found, expected, strict=True):
         assert one == (pytest.approx(own, rel=1e-5, abs=1e-6), []), one
+
+
+@pytest.mark.parametrize("face", ["accelerate", "colossalai", "fabric"])
+@pytest.mark.parametrize("act", [perturbed, averaged, drifting, changed])
+def test_so_it_has_behind_other_faces(world_pool: Any, act: Any, face: str) -> None:
+    expected = world_pool(2).run(under, "ddp", run, act, "native")
+    for one, own in zip(world_pool(2).run(under, "ddp", run, act, face), expected, strict=True):
+        assert one == pytest.approx(own, rel=1e-5, abs=1e-6)

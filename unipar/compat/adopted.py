@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -173,15 +173,13 @@ class AdoptedOptimizer(PreparedOptimizer):
         summed: whether its steps are by the sum over ranks, and not by the mean.
         passes: how many losses have trained its model.
         skips: whether a step by gradients that are not finite is left out, by more than the loss.
-        synced: whether a backward pass of this step was outside of the script's no_sync().
-        told_local: whether it was told of a step of which none was.
-        steps_own: whether the last step was by gradients of each rank's own.
+        adds_own: whether the framework leaves the gradients of the pass that begins to each rank.
     """
 
     calls: ClassVar[Calls] = _CALLS
     keeps_gradients: ClassVar[bool] = True
     keeps_model: ClassVar[bool] = True
-    summed = skips = synced = told_local = steps_own = False
+    summed = skips = adds_own = False
     passes = 0
 
     @property
@@ -233,15 +231,10 @@ class AdoptedOptimizer(PreparedOptimizer):
     def is_by_hand(self) -> bool:
         """Whether a step is by what a script has put into ``parameter.grad`` itself."""
         if self.begun:
-            return self.is_own
+            return False
         if self.alike:
             return self.steps_by_hand
         return self.by_own_gradients and self._has_gradients()
-
-    @property
-    def is_own(self) -> bool:
-        """Whether DDP would have left the gradients of this step to each rank, so far."""
-        return not self.synced and self.by_own_gradients and self.world.size > 1
 
     @property
     def by_own_gradients(self) -> bool:
@@ -306,7 +299,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         if self._carried and self.by_own_gradients and not own and self.world.size > 1:
             # It sums all that is there.
             self._carried.average(self._trained(), self.world)
-        self.synced |= not (own if self.by_own_gradients else unsynced)
+        self.adds_own = own if self.by_own_gradients else unsynced
         self._keep_what_is_there()
 
     def _trained(self) -> Iterable[nn.Parameter]:
@@ -330,7 +323,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             self.begun = False
 
     def backward(self, loss: torch.Tensor, **how: Any) -> None:
-        super().backward(loss, **how)
+        super().backward(loss, unsynced=self.adds_own, **how)
         assert isinstance(self.model, AdoptedModel)
         self.model.__dict__.update(called=False, armed=False, apart=False)
 
@@ -381,39 +374,7 @@ class AdoptedOptimizer(PreparedOptimizer):
                 )
         return self.clip(max_norm, self.world.device)
 
-    def fetch_gradients(self) -> None:
-        if not self.is_own:
-            super().fetch_gradients()
-            return
-        engine = self._known().engine
-        assert isinstance(engine, StepEngine)
-        if engine.precision.scaler is not None:
-            raise ConfigError(
-                "gradients of passes within no_sync() are each rank's own under DDP, and here the "
-                "loss scale of fp16 is still in them. Use them in bf16 or fp32; or leave the last "
-                "backward pass before out of no_sync()."
-            )
-        engine.lend_own_gradients()
-        self._carried.add()
-
-    def _find_unused(self, parameters: Sequence[nn.Parameter]) -> Collection[nn.Parameter]:
-        if not self.is_own:
-            return super()._find_unused(parameters)
-        carried = self._carried.parameters
-        return [p for p in parameters if p.grad is None and p not in carried]
-
-    def _forget(self) -> None:
-        super()._forget()
-        self.synced = False
-
     def take_step(self) -> None:
-        if self.begun and self.is_own:
-            self.fetch_gradients()
-        else:
-            if self.begun and not self.synced and not self.alike:
-                self._tell_of_local()
-            if self._carried and self.begun:
-                self.fetch_gradients()
         engine = self._known().engine
         evens = self.alike and self.world.size > 1
         if evens and self.lends_gradients and engine.gradients_changed:  # pyright: ignore[reportAttributeAccessIssue]
@@ -421,8 +382,8 @@ class AdoptedOptimizer(PreparedOptimizer):
         assert isinstance(self.model, AdoptedModel)
         if evens:
             self.model.even_out_weights()
-        self.steps_own = self.is_by_hand and not self.alike
-        if not self.is_by_hand:
+        by_hand = self.is_by_hand
+        if not by_hand:
             if self.skips and self._limit is None:
                 # The norm tells whether gradients are finite.
                 self._limit = math.inf
@@ -432,7 +393,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             self._forget()
             if evens:
                 self._agree()
-            self._last, self.stepped = None, True
+            self._last, self.stepped, self.steps_own = None, True, not self.alike
             engine.step_by_hand()  # pyright: ignore[reportAttributeAccessIssue]
         if evens:
             self.model.note_step()
@@ -440,18 +401,6 @@ class AdoptedOptimizer(PreparedOptimizer):
             # PyTorch leaves them until they are cleared.
             engine.hide_gradients()
         self.uncleared = True
-
-    def _tell_of_local(self) -> None:
-        if self.world.size == 1 or self.told_local or not self.world.is_main:
-            return
-        self.told_local = True
-        log.warning(
-            "all backward passes of a step were within no_sync(): the framework of the script "
-            "steps on each rank by its own gradient then, and strategy '%s' steps by the mean over "
-            "ranks. Leave the last pass of a step out of no_sync(), and both do the same; or use "
-            "ddp, which steps as the script does.",
-            self._session.strategy.name,
-        )
 
     def _agree(self) -> None:
         """Step by rank 0's gradients, where ranks have changed them by random numbers."""

@@ -207,7 +207,7 @@ class Adoption(Adopter):
                     likely_last=(
                         self.sums_in_backward
                         and not (self.accumulates or current.unsynced)
-                        and all(each.synced for each in found)
+                        and not any(each.adds_own for each in found)
                     ),
                     beside=beside,
                 )

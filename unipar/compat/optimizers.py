@@ -57,6 +57,8 @@ class PreparedOptimizer(Optimizer):
         training: the engine of what it updates, once both are prepared.
         begun: whether a loss came since the last step.
         stepped: whether it has stepped since the last loss of any model.
+        synced: whether the framework sums over ranks what a pass of this step has left.
+        steps_own: whether the last step was by gradients of each rank's own.
         cleared: whether gradients were dropped since then, and not of a step that came since then.
         strayed: whether a loss that trains another model has left gradients in this one's.
         same_parameters: whether the script's framework is DDP, which asks that a backward pass
@@ -96,13 +98,14 @@ class PreparedOptimizer(Optimizer):
         self._model: Callable[[], PreparedModel | None] = lambda: None
         self.training: Training | None = None
         self.begun = self.cleared = self.strayed = self.uncleared = self.stepped = False
+        self.synced = self.steps_own = False
         self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
         self._limit: float | None = None
         self._norm: StepNorm | None = None
         self._carried = CarriedGradients()
         self._last: StepResult | None = None
         self._may_thaw: list[tuple[str, weakref.ref[nn.Parameter]]] = []
-        self._told_of_zeros = self._dropped = False
+        self._told_of_zeros = self._told_of_own = self._dropped = False
 
     @property
     def model(self) -> PreparedModel | None:
@@ -254,6 +257,7 @@ class PreparedOptimizer(Optimizer):
         loss: torch.Tensor,
         *,
         likely_last: bool = False,
+        unsynced: bool | None = None,
         beside: Sequence[PreparedOptimizer] = (),
     ) -> None:
         """Add the gradient of a loss: a step is on the mean over ranks of the sum of them.
@@ -263,6 +267,8 @@ class PreparedOptimizer(Optimizer):
             beside: other optimizers, whose models it trains, too.
             likely_last: whether the framework would reduce gradients in this pass, on every rank,
                 so that a step is likely to follow.
+            unsynced: whether it would leave those of this pass to each rank; left out: whether the
+                script is within its ``no_sync``.
         """
         training = self._known()
         if self.strayed:
@@ -287,6 +293,7 @@ class PreparedOptimizer(Optimizer):
         self._tell_of_thawed()
         if not self._carried.take_zeros():
             raise self._put_before()
+        self.synced |= not (current.unsynced if unsynced is None else unsynced)
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
@@ -342,14 +349,33 @@ class PreparedOptimizer(Optimizer):
         engine = self._known().engine
         return self.begun and isinstance(engine, StepEngine) and not engine.fetched
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the framework leaves the gradients of this step to each rank, so far."""
+        alone = self.alike or self._session.world.size == 1
+        return not (self.synced or alone) and self.lends_gradients
+
     def fetch_gradients(self) -> None:
         """Leave in ``parameter.grad`` what the step will be by, clipped if it is. Collective.
 
+        Or what this rank has of its own, where the framework leaves that there, and not collective.
         It is called when the script uses one of them.
+
+        Raises:
+            ConfigError: this rank's own has a scale in it.
         """
         engine = self._known().engine
         assert isinstance(engine, StepEngine)
-        engine.fetch_gradients()
+        if not (self.begun and self.is_own):
+            engine.fetch_gradients()
+        elif engine.precision.scaler is not None:
+            raise ConfigError(
+                "gradients of passes within no_sync() are each rank's own, and here the loss scale "
+                "of fp16 is still in them. Use them in bf16 or fp32; or leave the last backward "
+                "pass before out of no_sync()."
+            )
+        else:
+            engine.lend_own_gradients()
         self._carried.add()
 
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
@@ -405,19 +431,54 @@ class PreparedOptimizer(Optimizer):
                 "gradient to the last one, and an engine has cleared that. Call zero_grad() once "
                 "for each step; p.grad = None is not seen."
             )
-        if self._carried:
+        own = self._may_step_own()
+        if self._carried or own:
             self.fetch_gradients()
-        limit, norm = self._limit, self._norm
+        if not (self.synced or own or self.alike):
+            self._tell_of_own()
+        limit, norm, engine = self._limit, self._norm, training.engine
         put_in_place(self.optimizer.param_groups)
         self._forget()
         try:
-            self._last = training.engine.step(max_grad_norm=limit)
+            if own:
+                assert isinstance(engine, StepEngine)
+                self._last = None
+                engine.step_by_hand()
+            else:
+                self._last = engine.step(max_grad_norm=limit)
         except BaseException:
             training.failed = True
             raise
         training.called, self.uncleared, self.stepped = False, self.clears, True
-        if norm is not None and not norm.settled:
+        self.steps_own = own
+        if norm is not None and self._last is not None and not norm.settled:
             norm.settle(self._last)
+
+    def _may_step_own(self) -> bool:
+        """Whether the step is by what the framework has left each rank, and can be."""
+        engine = self._known().engine
+        divided = self._session.capabilities.sharded & {"parameters", "optimizer"}
+        return (
+            self.is_own
+            and not divided
+            and isinstance(engine, StepEngine)
+            and engine.precision.scaler is None
+            # What the engine clips in its steps it has reduced.
+            and engine.spec.max_grad_norm is None
+        )
+
+    def _tell_of_own(self) -> None:
+        """Warn once of a step by the mean over ranks that the script's framework would not take."""
+        world = self._session.world
+        if world.size > 1 and world.is_main and not self._told_of_own:
+            self._told_of_own = True
+            log.warning(
+                "all backward passes of a step were within no_sync(): the framework of the script "
+                "steps on each rank by its own gradient then, and strategy '%s' steps by the mean "
+                "over ranks. Leave the last pass of a step out of no_sync(), and both do the same; "
+                "or use ddp, which steps as the script does.",
+                self._session.strategy.name,
+            )
 
     def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
         """Drop the gradients that there are.
@@ -482,6 +543,8 @@ class PreparedOptimizer(Optimizer):
     def _find_unused(self, parameters: Sequence[nn.Parameter]) -> Collection[nn.Parameter]:
         """Find, after a backward pass, parameters that have a gradient on no rank."""
         carried = self._carried.parameters
+        if self.is_own:
+            return [p for p in parameters if p.grad is None and p not in carried]
         if self.alike or self._session.world.size == 1:
             known = self._session.world.size == 1 or self._known().uses_alike
             return [p for p in parameters if p.grad is None and p not in carried] if known else ()
@@ -492,6 +555,7 @@ class PreparedOptimizer(Optimizer):
 
     def _forget(self) -> None:
         self.begun, self._limit, self._norm = False, None, None
+        self.synced = False
         self._carried.forget()
         self._known().uses_alike = True
 

@@ -703,14 +703,14 @@ class StepEngine(Engine):
         self._guard.lent()
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Clip what :meth:`fetch_gradients` has left to a 2-norm.
+        """Clip what :meth:`fetch_gradients` or :meth:`lend_own_gradients` has left to a 2-norm.
 
         Returns:
             The norm before, a scalar tensor on the device.
         """
         assert isinstance(self.stepper, OptimizerStepper)
         with self._guard.changing():
-            return self.stepper.clip_now(max_norm)
+            return self.stepper.clip_now(max_norm) if self.fetched else self.stepper.clip(max_norm)
 
     def _guarded(self, look: Callable[..., None]) -> None:
         """Look whether gradients were touched, and give the step up where they were."""

@@ -64,8 +64,7 @@ class EngineOptimizer(PreparedOptimizer):
             The gradient's norm before it was clipped, if it is.
         """
         super().take_step()
-        assert self._last is not None
-        return self._last.grad_norm
+        return None if self._last is None else self._last.grad_norm
 
     def step(self, closure: Any = None) -> None:
         refuse("optimizer.step()")
