@@ -171,6 +171,16 @@ def added(script: Script) -> None:
         script.step()
 
 
+def kept(script: Script) -> None:
+    """What a step of each rank's own leaves is averaged with the next pass."""
+    for number in range(0, 6, 2):
+        script.local(number)
+        script.optimizer.step()
+        script.loss(number + 1).backward()
+        script.note()
+        script.step()
+
+
 def around(script: Script) -> None:
     """Passes around the wrapper are each rank's own; a forward pass is what counts."""
     for number in range(4):
@@ -191,7 +201,7 @@ def run(act: Callable[[Script], None], face: str) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("act", [perturbed, averaged, drifting, changed, added, around])
+@pytest.mark.parametrize("act", [perturbed, averaged, drifting, changed, added, kept, around])
 def test_each_rank_has_what_ddp_leaves_it(world_pool: Any, act: Any, strategy: str) -> None:
     expected = world_pool(2).run(under, "ddp", run, act, "native")
     found = world_pool(2).run(plainly, strategy, partial(run, act, "ddp"))

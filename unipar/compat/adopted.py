@@ -181,6 +181,8 @@ class AdoptedOptimizer(PreparedOptimizer):
     keeps_model: ClassVar[bool] = True
     summed = skips = adds_own = False
     passes = 0
+    _carries_own = False
+    """Whether what is kept from before may be another on each rank."""
 
     @property
     def world(self) -> World:
@@ -276,12 +278,6 @@ class AdoptedOptimizer(PreparedOptimizer):
                 "add to those of the last step, which an engine has cleared. Call "
                 "optimizer.zero_grad() before this loss.backward(); p.grad = None is not seen."
             )
-        if self.uncleared and self.steps_own and self._has_gradients():
-            raise ConfigError(
-                "the optimizer has stepped by gradients that each rank had of its own, and they "
-                "were not cleared since: DDP would sum them over ranks with those of this loss. "
-                "Call optimizer.zero_grad() before this loss.backward()."
-            )
         model = self.model
         assert isinstance(model, AdoptedModel)
         # DDP is armed by its forward pass, whatever is around the backward pass.
@@ -296,11 +292,14 @@ class AdoptedOptimizer(PreparedOptimizer):
                     p.grad = None
             self._known().engine.zero_grad()
             self.begun = self.synced = False
-        if self._carried and self.by_own_gradients and not own and self.world.size > 1:
+            self._carries_own = True
+        self._carries_own |= self.uncleared and self.steps_own
+        self._keep_what_is_there()
+        if self._carries_own and not own and self.world.size > 1:
             # It sums all that is there.
             self._carried.average(self._trained(), self.world)
+            self._carries_own = False
         self.adds_own = own if self.by_own_gradients else unsynced
-        self._keep_what_is_there()
 
     def _trained(self) -> Iterable[nn.Parameter]:
         return self._known().engine.module.parameters()
@@ -373,6 +372,10 @@ class AdoptedOptimizer(PreparedOptimizer):
                     "gradients whole, such as ddp."
                 )
         return self.clip(max_norm, self.world.device)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._carries_own = False
 
     def take_step(self) -> None:
         engine = self._known().engine
