@@ -474,3 +474,27 @@ def keep_all(face: bool) -> list[float]:
         optimizer.zero_grad()
         teacher(samples)
     return statistics(model, teacher)
+
+
+def taught_by_accelerate(ddp: bool) -> list[float]:
+    """A teacher that is frozen once Accelerate has it."""
+    accelerator = Accelerator()
+    teacher: Any = net()
+    student, optimizer = trained(net(), accelerator, ddp=ddp)
+    teacher = nn.parallel.DistributedDataParallel(teacher) if ddp else accelerator.prepare(teacher)
+    teacher.requires_grad_(False)
+    found = []
+    for samples in own(accelerator.process_index):
+        loss = (student(samples) - teacher(samples)).square().mean()
+        loss.backward() if ddp else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), *statistics(teacher)]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_so_has_a_teacher_that_accelerate_has_wrapped(world_pool: Any, strategy: str) -> None:
+    found = world_pool(2).run(under, strategy, taught_by_accelerate, False)
+    expected = world_pool(2).run(under, "ddp", taught_by_accelerate, True)
+    assert found == [pytest.approx(one, rel=1e-4) for one in expected]
