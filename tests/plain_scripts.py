@@ -21,14 +21,20 @@ Found = tuple[list[float], list[str]]
 
 
 def plainly(
-    placement: Placement, strategy: str, act: Callable[..., list[float]], *args: Any
+    placement: Placement, strategy: str | None, act: Callable[..., list[float]], *args: Any
 ) -> Found | str:
-    """Act as a script that knows nothing of ranks; or the error that it ends by."""
+    """Act as a script that knows nothing of ranks; or the error that it ends by.
+
+    Without a strategy it has the one that it asks for itself.
+    """
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("UNIPAR_STRATEGY", strategy)
+    if strategy is None:
+        monkeypatch.delenv("UNIPAR_STRATEGY", raising=False)
+    else:
+        monkeypatch.setenv("UNIPAR_STRATEGY", strategy)
     current.stand(placement, Path("unipar.yaml"))
     logging.getLogger("unipar").addHandler(handler)
     adopting.start()

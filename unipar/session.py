@@ -58,6 +58,7 @@ from unipar.strategy import (
     SelfTest,
     StrategyOptions,
 )
+from unipar.strategy.registry import for_engine
 from unipar.utils.devices import DeviceChoice, resolve_device_type
 from unipar.utils.garbage_collection import no_collection
 from unipar.utils.gradient_hooks import gradient_hooks
@@ -271,6 +272,7 @@ class Session:
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
         accumulation: int | None = None,
+        strategy_options: Mapping[str, Any] | None = None,
         name: str = "model",
     ) -> Engine:
         """Put a model under the strategy, then build its optimizer and scheduler. Collective.
@@ -302,6 +304,8 @@ class Session:
                 know it beforehand.
             micro_batch_size: samples of one forward pass on one rank, likewise.
             accumulation: micro-batches of a full step on one rank, likewise.
+            strategy_options: options of the strategy's that this engine has otherwise than the
+                session, as ``ddp`` has ``find_unused_parameters``.
             name: the engine's name in checkpoints; each engine of a session needs its own.
 
         Raises:
@@ -344,7 +348,8 @@ class Session:
             accumulation=accumulation,
             name=name,
         )
-        check_capabilities(self.strategy, spec, self._placement)
+        strategy = for_engine(self.strategy, strategy_options or {})
+        check_capabilities(strategy, spec, self._placement)
 
         hooked: list[str] = []
 
@@ -371,7 +376,7 @@ class Session:
                 # Torch's optimizers import it when the first of them is made.
                 importlib.import_module("torch._dynamo")
         held = Held(model) if isinstance(model, nn.Module) else None
-        engine = self.strategy.prepare(prepared, self.world)
+        engine = strategy.prepare(prepared, self.world)
         if held is not None:
             held.lead_on()
         self._sharing.note(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +345,156 @@ def test_saving_leaves_each_rank_its_own(world_pool: Any, tmp_path: Path, strate
         torch.testing.assert_close(before, by_hand(DATA[:1, rank]))
         assert after == [before, before]
         assert stored == ([] if rank else before)
+
+
+def net(classes: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, classes))
+
+
+def wrapper_of(kind: str) -> Any:
+    """DDP by the face, or torch's."""
+    if kind == "face":
+        adoption.note_aware()
+        return DistributedDataParallel
+    current.world()
+    return nn.parallel.DistributedDataParallel
+
+
+def own(rank: int) -> Any:
+    return DATA[:, rank] + rank
+
+
+def statistics(*models: Any) -> list[float]:
+    return [one.double().sum().item() for model in models for one in model.buffers()]
+
+
+def two_at_once(kind: str) -> list[float]:
+    """Two models whose wrappers have other options, the second of both kinds of settings."""
+    wrap, rank = wrapper_of(kind), current.world().rank
+    first = wrap(net(4), broadcast_buffers=True)
+    second = wrap(net(), forward_sync_buffers=False)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
+    found = []
+    for samples in own(rank):
+        output = first(samples)
+        for model, given, optimizer in zip(
+            (first, second), (samples, output.detach()), optimizers, strict=True
+        ):
+            loss = model(given).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    return [*found, *statistics(first, second)]
+
+
+def one_after_another(kind: str) -> list[float]:
+    """A sweep over what buffers do."""
+    wrap, rank, found = wrapper_of(kind), current.world().rank, []
+    for broadcasts in (True, False, None):
+        model = wrap(net(), broadcast_buffers=broadcasts)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for samples in own(rank):
+            loss = model(samples).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        # It may be told otherwise later.
+        model.forward_sync_buffers = not model.forward_sync_buffers
+        model(own(rank)[0])
+        found += statistics(model)
+        del model, optimizer
+    return found
+
+
+def distil(kind: str) -> list[float]:
+    """A frozen teacher, in both modes; a model that no optimizer has; and blocks of no_sync()."""
+    wrap, rank, found = wrapper_of(kind), current.world().rank, []
+    student, teacher, unused = wrap(net()), wrap(net()), wrap(net())
+    teacher.requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for step, samples in enumerate(own(rank)):
+        with student.no_sync():
+            teacher(samples - 1)
+            (student(samples - 1).square().mean() / 2).backward()
+        with torch.no_grad():
+            unused(samples)
+        teacher(samples)
+        unused(samples)
+        # As a script may do by itself.
+        teacher.module[1].running_mean.add_(rank)
+        teacher.eval()
+        target = teacher(samples)
+        teacher.train()
+        loss = (student(samples) - target).square().mean() / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), target.sum().item(), float(step), *statistics(teacher, unused)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("act", "strategy"),
+    [
+        *itertools.product([two_at_once, one_after_another, distil], [None, "fsdp", "horovod"]),
+        (one_after_another, "zero1"),
+        (distil, "zero3"),
+    ],
+)
+def test_buffers_are_as_the_wrapper_of_the_very_model_has_them(
+    world_pool: Any, act: Any, strategy: str | None
+) -> None:
+    found = world_pool(2).run(plainly, strategy, act, "face")
+    expected = world_pool(2).run(under, "ddp", act, "torch")
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, tuple), one
+        assert one[0] == pytest.approx(other, rel=1e-4)
+
+
+def test_the_runs_own_setting_is_of_all_models(world_pool: Any) -> None:
+    """Which is that of a strategy, and not of a wrapper."""
+    found = world_pool(2).run(plainly, "ddp:broadcast_buffers=false", keep_all, True)
+    expected = world_pool(2).run(under, "ddp", keep_all, False)
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, tuple), one
+        assert one[0] == pytest.approx(other)
+
+
+def keep_all(face: bool) -> list[float]:
+    wrap, rank = wrapper_of("face" if face else "torch"), current.world().rank
+    options = {} if face else {"broadcast_buffers": False}
+    model, teacher = wrap(net(), **options), wrap(net(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for samples in own(rank):
+        model(samples).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        teacher(samples)
+    return statistics(model, teacher)
+
+
+def taught_by_accelerate(ddp: bool) -> list[float]:
+    """A teacher that is frozen once Accelerate has it."""
+    accelerator = Accelerator()
+    teacher: Any = net()
+    student, optimizer = trained(net(), accelerator, ddp=ddp)
+    teacher = nn.parallel.DistributedDataParallel(teacher) if ddp else accelerator.prepare(teacher)
+    teacher.requires_grad_(False)
+    found = []
+    for samples in own(accelerator.process_index):
+        loss = (student(samples) - teacher(samples)).square().mean()
+        loss.backward() if ddp else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), *statistics(teacher)]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_so_has_a_teacher_that_accelerate_has_wrapped(world_pool: Any, strategy: str) -> None:
+    found = world_pool(2).run(under, strategy, taught_by_accelerate, False)
+    expected = world_pool(2).run(under, "ddp", taught_by_accelerate, True)
+    assert found == [pytest.approx(one, rel=1e-4) for one in expected]

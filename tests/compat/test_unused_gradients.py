@@ -78,6 +78,57 @@ def test_gradients_of_a_script_of_ddp_are_there_as_natively(
         assert one[0] == pytest.approx(other)
 
 
+FINDS = {"find_unused_parameters": True}
+FINDS_NONE = {"find_unused_parameters": False}
+
+
+def by_their_options(kind: str, options: list[dict[str, Any]], later: bool) -> list[float]:
+    """Train models whose wrappers have other options: losses, and gradients that there are.
+
+    Args:
+        kind: whose wrapper it is.
+        options: of the wrappers.
+        later: whether one is wrapped when another was trained already.
+    """
+    if kind == "face":
+        adoption.note_aware()
+    rank, found = current.world().rank, []
+    wrap: Any = DistributedDataParallel if kind == "face" else nn.parallel.DistributedDataParallel
+
+    def wrapped(own: dict[str, Any]) -> Any:
+        model = Heads()
+        # DDP asks for a gradient of each parameter then.
+        model.heads[1:].requires_grad_(any(own.values()))
+        return wrap(model, **own)
+
+    models = (wrapped(own) for own in options)
+    for own, model in zip(options, models if later else list(models), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, heads in enumerate(HEADS):
+            torch.manual_seed(10 * step + rank)
+            head = heads[rank] if own == FINDS else 0
+            loss = model(torch.randn(5, 6), head).square().mean()
+            loss.backward()
+            found += [loss.item(), float(sum(p.grad is not None for p in model.parameters()))]
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "later"),
+    [([FINDS, FINDS_NONE], False), ([{}, FINDS], True), ([{"static_graph": True}, FINDS], True)],
+)
+def test_options_of_a_wrapper_are_of_its_model(
+    world_pool: Any, options: list[dict[str, Any]], later: bool
+) -> None:
+    expected = world_pool(2).run(under, "ddp", by_their_options, "torch", options, later)
+    found = world_pool(2).run(plainly, None, by_their_options, "face", options, later)
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, tuple), one
+        assert one[0] == pytest.approx(other)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_so_are_those_of_accelerate(world_pool: Any, size: int) -> None:
     expected = world_pool(size).run(under, None, scale_by_hand, "torch")

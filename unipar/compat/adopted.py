@@ -281,7 +281,8 @@ class AdoptedOptimizer(PreparedOptimizer):
         model = self.model
         assert isinstance(model, AdoptedModel)
         # DDP is armed by its forward pass, whatever is around the backward pass.
-        own = self.by_own_gradients and model.apart and not model.armed
+        apart = model.apart and not model.armed if self.same_parameters else unsynced
+        own = self.by_own_gradients and apart
         used = self.by_own_gradients and self.begun and self._known().engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
         if used or (own and self.synced and self.begun):
             # DDP adds this pass's to what the ranks have summed already.
@@ -299,7 +300,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             # It sums all that is there.
             self._carried.average(self._trained(), self.world)
             self._carries_own = False
-        self.adds_own = own if self.by_own_gradients else unsynced
+        self.adds_own = apart
 
     def _trained(self) -> Iterable[nn.Parameter]:
         return self._known().engine.module.parameters()

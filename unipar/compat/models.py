@@ -14,7 +14,7 @@ from torch import nn
 from unipar.compat.fp32_outputs import fp32
 from unipar.compat.gathering import GatheredModel, OnRank0
 from unipar.compat.run import current, own_randomness
-from unipar.engine import StepEngine, broadcast_tensors, replace_forward
+from unipar.engine import StepEngine, broadcast_tensors, replace_forward, share_buffers
 from unipar.engine.graphs import nodes_behind
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
@@ -23,7 +23,7 @@ from unipar.state import is_dtensor
 from unipar.strategy import Engine
 
 _LEADS_TO = "unipar.compat"
-_OWN = ("module", "whole_shapes", "training_by")
+_OWN = ("module", "whole_shapes", "training_by", "begins_alike")
 """What is set on a prepared model itself, beside what begins so; all else is the module's."""
 _PREFIX = "_unipar_"
 _OF_MODULES = frozenset(dir(nn.Module))
@@ -83,9 +83,12 @@ class PreparedModel(nn.Module):
         module: the user's, as the strategy has made it.
         training_by: what trains it, once its optimizer is prepared.
         whole_shapes: of its parameters and buffers, as a whole.
+        begins_alike: whether the face's framework has DDP around it, so that passes begin with
+            rank 0's buffers where DDP's do, also while it computes by itself.
     """
 
     face_calls: ClassVar[Calls] = Calls()
+    begins_alike: bool = False
     guards_module: ClassVar[bool] = True
     """Whether state dicts of the module itself are refused where they would be of parts."""
 
@@ -130,6 +133,8 @@ class PreparedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         training = self.training_by
+        if training is None:
+            self.share_weights()
         self._begin_pass()
         if training is None:
             output = self._by_itself(args, kwargs)
@@ -160,7 +165,10 @@ class PreparedModel(nn.Module):
     def share_buffers(self) -> None:
         """Take rank 0's buffers, if the script has replicas that do. Collective."""
         training = self.training_by
-        if training is not None and training.shares_buffers:
+        if training is None:
+            if self.begins_alike and current.may_share_buffers():
+                share_buffers(self.module.buffers(), self._unipar_session.world)
+        elif training.shares_buffers:
             assert isinstance(training.engine, StepEngine)
             training.engine.reducer.share_buffers()
 
@@ -176,7 +184,6 @@ class PreparedModel(nn.Module):
         return {name: one.detach().clone() for name, one in self.module.named_buffers()}
 
     def _by_itself(self, args: Any, kwargs: Any) -> Any:
-        self.share_weights()
         world = self._unipar_session.world
         with self._autocast():
             output = self.module(*args, **kwargs)

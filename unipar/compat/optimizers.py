@@ -65,6 +65,8 @@ class PreparedOptimizer(Optimizer):
             gives gradients to the same parameters on every rank.
         own_buffers: whether it leaves each rank its buffers, from the start on; ``None``: as
             what the script has asked of the run does.
+        finds_unused: whether passes of its model may leave parameters unused, as its wrapper says;
+            else as what the script has asked of the run does.
         alike: whether all ranks make the same calls, as where the script knows nothing of them.
         clears: whether the script has to clear gradients after a step, as PyTorch asks.
         uncleared: whether it has stepped, and gradients that it has to clear were not since.
@@ -80,6 +82,7 @@ class PreparedOptimizer(Optimizer):
     """Whether it holds its model, which else goes when the script lets go of it."""
     same_parameters: bool = False
     own_buffers: bool | None = None
+    finds_unused: bool = False
     alike: bool = False
     clears: bool = True
     of_thawed: str | None = None
@@ -548,7 +551,7 @@ class PreparedOptimizer(Optimizer):
         if self.alike or self._session.world.size == 1:
             known = self._session.world.size == 1 or self._known().uses_alike
             return [p for p in parameters if p.grad is None and p not in carried] if known else ()
-        if current.unsynced or not current.asks_for_unused():
+        if current.unsynced or not (self.finds_unused or current.asks_for_unused()):
             return ()
         trained = [p for p in parameters if p.requires_grad]
         return UsedAnywhere(trained, None, carried).unused() if trained else ()

@@ -148,10 +148,16 @@ class Run:
         asked = self._asked.get("strategy")
         return isinstance(asked, Mapping) and not asked.get("broadcast_buffers", True)
 
+    def may_share_buffers(self) -> bool:
+        """Whether the strategy's own options let passes begin with rank 0's buffers."""
+        return self.session is None or getattr(
+            self.session.strategy.options, "broadcast_buffers", True
+        )
+
     def asks_for_unused(self) -> bool:
         """Whether the script says that passes may leave parameters unused (as DDP's option)."""
         asked = self._asked.get("strategy")
-        return isinstance(asked, Mapping) and bool(asked.get("find_unused_parameters"))
+        return isinstance(asked, Mapping) and may_leave_unused(asked)
 
     def asks_for_replicas(self) -> bool:
         """Whether the script trains whole replicas, whatever strategy runs."""
@@ -293,6 +299,11 @@ class Run:
 
 
 current = Run()
+
+
+def may_leave_unused(options: Mapping[str, Any]) -> bool:
+    """Whether DDP with these options leaves gradients of what no rank has used as they were."""
+    return bool(options.get("find_unused_parameters") or options.get("static_graph"))
 
 
 _WAITED = (

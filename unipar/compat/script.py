@@ -28,7 +28,7 @@ class Script:
         asked: settings of the run that the script's own calls ask for.
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
-        own_buffers: optimizers whose models have each rank's own batch statistics.
+        options: of the strategy, by models whose wrappers ask for them.
         of_thawed: by optimizers, what their framework does with parameters that are thawed later.
         draws: random numbers of ranks that know nothing of each other.
         inside: whether what is called now is called by an engine.
@@ -55,7 +55,9 @@ class Script:
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.own_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.options: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.of_thawed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.gives: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.halves: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()

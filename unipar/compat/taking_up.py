@@ -21,7 +21,7 @@ from unipar.compat.dividing.batch_norms import is_batch_norm, normalize_over
 from unipar.compat.dividing.splitting import Splitting
 from unipar.compat.optimizers import frozen_in
 from unipar.compat.routed import model_class, optimizer_class
-from unipar.compat.run import current
+from unipar.compat.run import current, may_leave_unused
 from unipar.compat.script import Script
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.absent import take_away
@@ -249,7 +249,7 @@ class Adopter(Script):
             optimizer.own(), session, accumulating=lambda: False, may_skip=scales or skips
         )
         adopted.summed = optimizer in self.sums
-        adopted.own_buffers = True if optimizer in self.own_buffers else None
+        adopted.finds_unused = may_leave_unused(self.options.get(module, {}))
         adopted.of_thawed = self.of_thawed.get(optimizer)
         adopted.alike = not self.aware or current.placement().size == 1
         adopted.same_parameters = self.by_ddp
@@ -281,7 +281,9 @@ class Adopter(Script):
             # torch 2.8 to 2.13, autograd/grad_mode.py.
             same = torch.autograd._unsafe_preserve_version_counter(tuple(module.parameters()))  # pyright: ignore[reportPrivateImportUsage]
         with same:
-            adopted.take_over(model, name=name, compile=compiled)
+            adopted.take_over(
+                model, name=name, compile=compiled, strategy_options=self._options_of(model.module)
+            )
         if not adopted.lends_gradients and any(bool(grad.any()) for grad in there):
             session.release(name)
             raise ConfigError(
@@ -290,6 +292,13 @@ class Adopter(Script):
                 "be without these. Clear them before; or add what they are of to the loss of what "
                 "the model gives."
             )
+
+    def _options_of(self, module: nn.Module) -> dict[str, Any]:
+        """What a wrapper has asked of the strategy for its model, unless settings decide."""
+        asked, session = self.options.get(module), current.session
+        if not asked or session is None or current.decides("strategy"):
+            return {}
+        return {key: one for key, one in asked.items() if key in session.strategy.engine_options}
 
     def _route(self, optimizer: Any, adopted: AdoptedOptimizer) -> None:
         """Have an optimizer step by its engine, and those that hold it."""

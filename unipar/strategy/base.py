@@ -109,6 +109,8 @@ class Strategy(ABC):
     options_type: ClassVar[type[StrategyOptions]]
     rewrites_module: ClassVar[bool] = False
     """Whether :meth:`prepare` changes a module beyond use outside of the run."""
+    engine_options: ClassVar[frozenset[str]] = frozenset()
+    """The options that only :meth:`prepare` looks at, so that each engine may have its own."""
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options

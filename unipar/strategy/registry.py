@@ -12,6 +12,7 @@ No strategy is imported until it is asked for by name.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -129,6 +130,33 @@ def make(
     """
     found = strategy_class(name)
     return found(STRATEGIES.options(name, found.options_type, options, where=where))
+
+
+def for_engine(strategy: Strategy, options: Mapping[str, Any]) -> Strategy:
+    """A run's strategy with other options for one engine.
+
+    Args:
+        strategy: of the run.
+        options: what differs, not yet validated.
+
+    Raises:
+        ConfigError: an option is the whole run's, is unknown or has a wrong value.
+    """
+    if not options:
+        return strategy
+    others = sorted(options.keys() - strategy.engine_options)
+    if others:
+        own = ", ".join(sorted(strategy.engine_options)) or "none"
+        raise ConfigError(
+            f"an engine has no {', '.join(others)} of its own: of the options of strategy "
+            f"'{strategy.name}' each engine may have its own of {own}. Give the session the others."
+        )
+    given = as_mapping(strategy.options)
+    del given["name"]
+    # With what setup() has left in it.
+    made = copy.copy(strategy)
+    made.options = STRATEGIES.options(strategy.name, strategy.options_type, {**given, **options})
+    return made
 
 
 def as_mapping(strategy: str | Mapping[str, Any] | StrategyOptions) -> dict[str, Any]:

@@ -91,6 +91,9 @@ class DDPStrategy(Strategy):
     name = "ddp"
     options_type = DDPOptions
     options: DDPOptions
+    engine_options = frozenset(
+        ("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+    )
 
     @classmethod
     def bid(cls, needs: Needs) -> float:

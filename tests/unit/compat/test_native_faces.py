@@ -795,9 +795,12 @@ def test_buffers_are_broadcast_as_ddp_is_told_by_either_name(
 
     monkeypatch.setattr(wrappers, "adoption", own := adopting.Adoption())
     for name in ("broadcast_buffers", "forward_sync_buffers"):
-        own.asked.clear()
-        wrappers.DistributedDataParallel(nn.Linear(2, 2), **{name: False})
-        assert own.asked["strategy"] == {"name": "ddp", "broadcast_buffers": False}
+        wrapped = wrappers.DistributedDataParallel(nn.Linear(2, 2), **{name: False})
+        assert not wrapped.broadcast_buffers
+        wrapped.broadcast_buffers = True
+        assert wrapped.forward_sync_buffers
+    # It is of one model, and no option of the run's.
+    assert own.asked["strategy"] == {"name": "ddp"}
 
 
 def test_generators_that_a_script_has_seeded_are_left_to_it(

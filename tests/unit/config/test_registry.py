@@ -116,6 +116,24 @@ def test_a_wrong_option_gives_the_nearest_and_the_allowed() -> None:
         assert part in said
 
 
+def test_an_engine_has_options_of_its_own_where_only_engines_look_at_them() -> None:
+    strategy = registry.resolve("ddp:bucket_cap_mb=5,shard_optimizer=true")
+    strategy.left_by_setup = True  # pyright: ignore[reportAttributeAccessIssue]
+    own: Any = registry.for_engine(strategy, {"find_unused_parameters": True})
+    assert registry.inline(own.options) == (
+        "ddp:bucket_cap_mb=5.0,find_unused_parameters=true,shard_optimizer=true"
+    )
+    assert own.left_by_setup
+    assert registry.inline(strategy.options) == "ddp:bucket_cap_mb=5.0,shard_optimizer=true"
+    assert registry.for_engine(strategy, {}) is strategy
+    with pytest.raises(ConfigError, match=r"has no shard_optimizer of its own.* of bucket_cap_mb"):
+        registry.for_engine(strategy, {"shard_optimizer": False})
+    with pytest.raises(ConfigError, match="bucket_cap_mb"):
+        registry.for_engine(strategy, {"bucket_cap_mb": -1})
+    with pytest.raises(ConfigError, match="may have its own of none"):
+        registry.for_engine(registry.resolve("single"), {"bucket_cap_mb": 5})
+
+
 def test_two_distributions_with_one_name_are_named(install: Any) -> None:
     install("gamma", "shared")
     install("delta", "shared")

@@ -327,6 +327,8 @@ class Accelerator(Exchange, Keeping):
             # Accelerate 1.15.0 wraps what is trained in DDP, which shares weights, and no other.
             shares = not self._by_ddp
             prepared.share_weights(parameters=shares, buffers=shares)
+        else:
+            prepared.begins_alike = self._by_ddp and not current.asks_for_own_buffers()
         return prepared
 
     def _add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:

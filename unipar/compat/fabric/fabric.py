@@ -211,8 +211,11 @@ class Fabric(Exchange, Building, Keeping):
         wraps = session.world.size > 1 or self._asked.names_strategy
         prepared = FabricModule(plain, session, half=half, device=device, true=true, wraps=wraps)
         self._models[prepared] = {**self._asked.prepare, "compile": compiled}
-        if not any(one.requires_grad for one in plain.parameters()):
-            prepared.share_weights(buffers=not current.asks_for_own_buffers())
+        shares = not current.asks_for_own_buffers()
+        if any(one.requires_grad for one in plain.parameters()):
+            prepared.begins_alike = self._asked.by_ddp and shares
+        else:
+            prepared.share_weights(buffers=shares)
         return prepared
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:

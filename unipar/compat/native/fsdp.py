@@ -113,8 +113,8 @@ class FullyShardedDataParallel:
         found = _wrapping(auto_wrap_policy)
         name = getattr(sharding_strategy, "name", "FULL_SHARD")
         if name == "NO_SHARD":
-            # Ranks keep buffers of their own under FSDP.
-            found = {"name": "ddp", "broadcast_buffers": False}
+            # Ranks keep buffers of their own under FSDP: no wrapper is called that shares them.
+            found = {"name": "ddp"}
         elif name not in _SHARDING:
             raise ConfigError(
                 f"the strategy fsdp has no {name}. Use one of {', '.join(_SHARDING)}."

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from unipar.compat.adopting import adoption
 from unipar.compat.dividing.batch_norms import is_batch_norm
 from unipar.compat.run import current
 from unipar.data import move_to
-from unipar.engine import broadcast_tensors
+from unipar.engine import broadcast_tensors, share_buffers
 from unipar.engine.replicas import unlike
 from unipar.errors import ConfigError, first_few
 from unipar.state import is_dtensor
 
-_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
-            "broadcast_buffers")  # fmt: skip
-_PLACED = ("check_reduction", "init_sync")
+_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
+_PLACED = ("broadcast_buffers", "check_reduction", "init_sync")
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _SYNCS = "forward_sync_buffers"
 """What ``broadcast_buffers`` is called since torch 2.13."""
@@ -55,7 +56,12 @@ class _Wrapper(nn.Module):
 
 
 class DistributedDataParallel(_Wrapper):
-    """torch's: its options are those of the strategy ``ddp``, if the run has it.
+    """torch's: its options are those of the strategy ``ddp`` for this model, if the run has it.
+
+    Attributes:
+        forward_sync_buffers: whether forward passes begin with rank 0's buffers.
+        require_backward_grad_sync: whether this pass is not within ``no_sync``.
+        require_forward_param_sync: whether the last one with gradients was not, and came last.
 
     Raises:
         ConfigError: an option has no counterpart.
@@ -70,10 +76,10 @@ class DistributedDataParallel(_Wrapper):
         **options: Any,
     ) -> None:
         # Forward passes alone are what torch 2.13's new name is of.
-        syncs = options.pop(_SYNCS, None)
-        begin_alike = syncs is not None or options.get("broadcast_buffers") is not False
-        if syncs is not None:
-            options["broadcast_buffers"] = syncs
+        syncs, broadcasts = options.pop(_SYNCS, None), options.get("broadcast_buffers")
+        broadcasts = True if broadcasts is None else bool(broadcasts)
+        begin_alike = syncs is not None or broadcasts
+        syncs = broadcasts if syncs is None else bool(syncs)
         if options.get("init_sync") is False:
             raise ConfigError(
                 "DistributedDataParallel(init_sync=False): strategies give all ranks the weights "
@@ -83,10 +89,10 @@ class DistributedDataParallel(_Wrapper):
             if name not in (*_OPTIONS, *_PLACED) and value not in (None, False):
                 raise ConfigError(
                     f"DistributedDataParallel({name}=…) has no counterpart here. Leave it out; the "
-                    f"options that the strategy ddp has are {', '.join(_OPTIONS)}."
+                    f"options that there are are {', '.join((*_OPTIONS, 'broadcast_buffers'))}."
                 )
         if getattr(module, _IGNORED, None) and current.placement().size > 1:
-            _check_ignored(module, broadcasts=options.get("broadcast_buffers") is not False)
+            _check_ignored(module, broadcasts=syncs)
         super().__init__(module)
         if current.placement().size > 1:
             with adoption.engine_calls():
@@ -97,22 +103,41 @@ class DistributedDataParallel(_Wrapper):
                 broadcast_tensors([t for t in tensors if not is_dtensor(t)], current.world())
         adoption.note_wrapped(module)
         adoption.sums_in_backward = adoption.by_ddp = True
+        adoption.ask(strategy=_ddp())
         # None is torch's own default of some.
         asked = {k: value for k, value in options.items() if k in _OPTIONS and value is not None}
-        adoption.ask(strategy={**_ddp(), **asked})
-        self.require_backward_grad_sync = self._syncs = True
+        adoption.options[module] = asked
+        self.forward_sync_buffers = syncs
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
         # As DDP does, of which a script may make use.
         self.device_ids, self._moves_inputs = device_ids, bool(device_ids)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        syncs = self.require_backward_grad_sync and not current.unsynced
-        due, self._syncs = self._syncs, syncs and torch.is_grad_enabled()
-        adopted = self.module.__dict__.get("_unipar")
-        if due and adopted is not None:
+        # As torch 2.13 does it (nn/parallel/distributed.py, _pre_forward and _post_forward), for
+        # any module: one that is frozen, or that no engine trains, has buffers, too.
+        if (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and current.may_share_buffers()
+            and current.placement().size > 1
+            and dist.is_initialized()
+        ):
             with adoption.engine_calls():
-                adopted.share_buffers()
+                share_buffers(self.module.buffers(), current.world())
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         with adoption.syncing() if syncs else contextlib.nullcontext():
-            return super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+        self.require_forward_param_sync = syncs
+        return output
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """What ``forward_sync_buffers`` was called before torch 2.13."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: Any, names: Any) -> None:
@@ -123,9 +148,15 @@ class DistributedDataParallel(_Wrapper):
         """Where the module is."""
         return next(self.module.parameters()).device
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """A block of backward passes that no step is to follow."""
-        return current.accumulating()
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            with current.accumulating():
+                yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def join(self, *args: Any, **kwargs: Any) -> Join:
         """Refused on several ranks, as :class:`Join` is."""

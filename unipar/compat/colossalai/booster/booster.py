@@ -114,6 +114,8 @@ class Booster:
             model = BoostedModel(
                 model, self._session, half=self._half, device=world.device, widens=widens
             )
+        learns = any(one.requires_grad for one in model.parameters())
+        model.begins_alike = learns and plugin is not None and plugin.shares_buffers
         if optimizer is None:
             model.share_weights(buffers=plugin is None or plugin.shares_buffers)
         elif not isinstance(optimizer, BoostedOptimizer):

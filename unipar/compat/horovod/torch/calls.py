@@ -195,8 +195,6 @@ def DistributedOptimizer(
         adoption.ask(strategy={"name": "ddp", "compression": "fp16"})
     adoption.note_optimizer(optimizer)
     adoption.note_wrapped(optimizer)
-    # Horovod shares what it is told to share.
-    adoption.own_buffers.add(optimizer)
     if op == Sum:
         adoption.sums.add(optimizer)
     # Horovod builds another optimizer from the groups, without the state.
