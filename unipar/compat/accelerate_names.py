@@ -157,13 +157,9 @@ ACCELERATOR = Table(
         "register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook "
         "save save_iteration save_model save_state set_trigger should_save_model "
         "skip_first_batches split_batches split_between_processes no_sync sync_gradients "
-        "unwrap_model use_distributed use_seedable_sampler verify_device_map wait_for_everyone",
+        "trigger_sync_in_backward unwrap_model use_distributed use_seedable_sampler "
+        "verify_device_map wait_for_everyone",
         "kept",
-    ),
-    Row(
-        "trigger_sync_in_backward",
-        "ignored",
-        "Gradients are summed in the last backward pass of a step, or in the step.",
     ),
     Row("unscale_gradients", "ignored", "Engines unscale gradients before they clip them."),
     Row("non_blocking", "ignored", "Copies to a GPU overlap wherever they can."),

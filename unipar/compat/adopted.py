@@ -41,8 +41,7 @@ class AdoptedModel(PreparedModel):
     Attributes:
         called: whether it was called since its last backward pass, so as to be trained.
         around: whether DDP wraps it, and was not called since the last backward pass.
-        armed: whether DDP was, so that it sums the gradients of the next one over ranks.
-        apart: whether the model was called so that it does not, since then.
+        through: whether the pass of now is by DDP, and not within its no_sync().
         listed: its weights, when these were last looked at.
         versions: the same, and how often each had been written to when ranks last had the same.
         evened: how often ranks were given the same since.
@@ -54,8 +53,7 @@ class AdoptedModel(PreparedModel):
     guards_module: ClassVar[bool] = False
     called: bool
     around: bool
-    armed: bool
-    apart: bool
+    through: bool
     listed: list[torch.Tensor]
     versions: list[tuple[torch.Tensor, int]] | None
     evened: int
@@ -69,8 +67,7 @@ class AdoptedModel(PreparedModel):
         self.__dict__["versions"], self.__dict__["evened"] = None, 0
         self.__dict__["listed"] = list[torch.Tensor]()
         self.__dict__["told_unlike"], self.__dict__["gives"] = False, None
-        self.__dict__["called"] = self.__dict__["around"] = False
-        self.__dict__["armed"] = self.__dict__["apart"] = False
+        self.__dict__["called"] = self.__dict__["around"] = self.__dict__["through"] = False
 
     @property
     def world(self) -> World:
@@ -87,6 +84,10 @@ class AdoptedModel(PreparedModel):
         """Whether the script still has the optimizer that it was taken up with."""
         training = self.training_by
         return training is not None and training.engine in self._unipar_session.engines.values()
+
+    @property
+    def syncs(self) -> bool:
+        return self.through
 
     @property
     def divided(self) -> bool:
@@ -110,10 +111,6 @@ class AdoptedModel(PreparedModel):
         if torch.is_grad_enabled() and self.training_by is not None:
             self.__dict__["called"] = self.training_by.called = True
             self._note(self.training_by, output, inputs)
-
-    def note_call(self, *, syncs: bool) -> None:
-        """Note a pass that may be trained on, whose gradients DDP sums over ranks, or does not."""
-        self.__dict__["armed" if syncs else "apart"] = True
 
     def even_out_weights(self) -> None:
         """Where a script has changed weights by hand, take rank 0's. Collective then.
@@ -278,10 +275,8 @@ class AdoptedOptimizer(PreparedOptimizer):
                 "add to those of the last step, which an engine has cleared. Call "
                 "optimizer.zero_grad() before this loss.backward(); p.grad = None is not seen."
             )
-        model = self.model
-        assert isinstance(model, AdoptedModel)
-        # DDP is armed by its forward pass, whatever is around the backward pass.
-        apart = model.apart and not model.armed if self.same_parameters else unsynced
+        # DDP alone leaves them to each rank by its forward pass.
+        apart = self._known().leaves_own if self.same_parameters else unsynced
         own = self.by_own_gradients and apart
         used = self.by_own_gradients and self.begun and self._known().engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
         if used or (own and self.synced and self.begun):
@@ -325,7 +320,7 @@ class AdoptedOptimizer(PreparedOptimizer):
     def backward(self, loss: torch.Tensor, **how: Any) -> None:
         super().backward(loss, unsynced=self.adds_own, **how)
         assert isinstance(self.model, AdoptedModel)
-        self.model.__dict__.update(called=False, armed=False, apart=False)
+        self.model.__dict__["called"] = False
 
     def add_by_hand(self, run: Callable[[], None]) -> None:
         """Add the gradients of a loss that no call of the model has made, alike on all ranks.

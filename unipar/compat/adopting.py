@@ -71,7 +71,7 @@ class Adoption(Adopter):
                 return again(*args, **kwargs)
         if torch.is_grad_enabled():
             model.__dict__["around"] = not self.through and (model.around or not model.called)
-            model.note_call(syncs=self.syncs)
+            model.__dict__["through"] = self.syncs
         if self.gathers and model.world.device.type != "cpu":
             # As FSDP does, of which a script may make use.
             args, kwargs = move_to((args, kwargs), model.world.device)

@@ -175,14 +175,9 @@ MODULES = {
 BOOSTER = Table(
     "Booster",
     Row(
-        "backward boost execute_pipeline load_lr_scheduler load_model load_optimizer "
+        "backward boost execute_pipeline load_lr_scheduler load_model load_optimizer no_sync "
         "save_lr_scheduler save_model save_optimizer",
         "kept",
-    ),
-    Row(
-        "no_sync",
-        "ignored",
-        "Gradients are summed once a step. optimizer.step() within the block is refused.",
     ),
     Row("enable_lora save_lora_as_pretrained", "refused", _LORA),
 )

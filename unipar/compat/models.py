@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -57,12 +57,35 @@ class Training:
         shares_buffers: whether passes begin with rank 0's buffers where those of DDP do.
         called: whether the model was called for gradients since the last step.
         uses_alike: whether all ranks have used the same parameters in this step, as far as is seen.
+        armed: whether DDP sums the gradients of the next backward pass over ranks.
+        apart: whether the model was called so that it does not, since it last did.
     """
 
     def __init__(self, engine: Engine, drop: Callable[..., None]) -> None:
         self.engine, self.drop = engine, drop
         self.shares_buffers = self.failed = self.called = False
+        self.armed = self.apart = False
         self.uses_alike = True
+
+    def note_pass(self, *, syncs: bool) -> None:
+        """Note a forward pass that may be trained on.
+
+        Args:
+            syncs: whether it is through DDP, and not within ``no_sync``. That of the backward pass
+                does not count.
+        """
+        self.armed |= syncs
+        self.apart |= not syncs
+
+    @property
+    def leaves_own(self) -> bool:
+        """Whether the framework leaves the gradients of the next backward pass to each rank."""
+        return self.apart and not self.armed
+
+    def end_pass(self) -> None:
+        """A backward pass has been."""
+        if self.armed:
+            self.armed = self.apart = False
 
 
 class PreparedModel(nn.Module):
@@ -108,7 +131,7 @@ class PreparedModel(nn.Module):
         self._unipar_session, self._unipar_half, self._unipar_device = session, half, device
         self._unipar_widens = widens and half is not None
         self._unipar_shared, self._unipar_bare = False, None
-        self._unipar_syncs = True
+        self._unipar_syncs, self._unipar_unsynced = True, False
         # Scripts may hold parameters from before the strategy puts others in their place.
         state = module.state_dict()
         self.whole_shapes = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
@@ -139,7 +162,9 @@ class PreparedModel(nn.Module):
         if training is None:
             output = self._by_itself(args, kwargs)
         else:
-            training.called |= torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                training.called = True
+                training.note_pass(syncs=self.syncs)
             try:
                 output = training.engine(*args, **kwargs)
             except BaseException:
@@ -158,9 +183,24 @@ class PreparedModel(nn.Module):
     def _begin_pass(self) -> None:
         """Begin with rank 0's buffers where DDP's forward does (torch 2.13). Collective."""
         due = self._unipar_syncs
-        self._unipar_syncs = torch.is_grad_enabled() and not current.unsynced
+        self._unipar_syncs = torch.is_grad_enabled() and self.syncs
         if due:
             self.share_buffers()
+
+    @property
+    def syncs(self) -> bool:
+        """Whether DDP would sum over ranks the gradients of a forward pass of now."""
+        return not self._unipar_unsynced
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block of passes whose gradients are left to each rank."""
+        before, self._unipar_unsynced = self._unipar_unsynced, True
+        try:
+            with current.accumulating():
+                yield
+        finally:
+            self._unipar_unsynced = before
 
     def share_buffers(self) -> None:
         """Take rank 0's buffers, if the script has replicas that do. Collective."""
@@ -260,11 +300,6 @@ class PreparedModel(nn.Module):
             node: Any = tensor.grad_fn
             if node is not None:
                 node.metadata[_LEADS_TO] = found
-
-    @staticmethod
-    def no_sync() -> contextlib.AbstractContextManager[None]:
-        """Nothing, where DDP's of this name keeps a pass local: an engine reduces once a step."""
-        return contextlib.nullcontext()
 
     # -- the module's own ------------------------------------------------------------------------
 

@@ -270,8 +270,7 @@ class PreparedOptimizer(Optimizer):
             beside: other optimizers, whose models it trains, too.
             likely_last: whether the framework would reduce gradients in this pass, on every rank,
                 so that a step is likely to follow.
-            unsynced: whether it would leave those of this pass to each rank; left out: whether the
-                script is within its ``no_sync``.
+            unsynced: whether it would leave those of this pass to each rank; left out: as DDP does.
         """
         training = self._known()
         if self.strayed:
@@ -296,7 +295,7 @@ class PreparedOptimizer(Optimizer):
         self._tell_of_thawed()
         if not self._carried.take_zeros():
             raise self._put_before()
-        self.synced |= not (current.unsynced if unsynced is None else unsynced)
+        self.synced |= not (training.leaves_own if unsynced is None else unsynced)
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
@@ -314,6 +313,7 @@ class PreparedOptimizer(Optimizer):
             training.failed = True
             raise
         self.begun = True
+        training.end_pass()
 
     def _tell_of_thawed(self) -> None:
         """Warn once of parameters that the script's framework would not train so."""
@@ -452,7 +452,8 @@ class PreparedOptimizer(Optimizer):
         except BaseException:
             training.failed = True
             raise
-        training.called, self.uncleared, self.stepped = False, self.clears, True
+        training.called = training.apart = False
+        self.uncleared, self.stepped = self.clears, True
         self.steps_own = own
         if norm is not None and self._last is not None and not norm.settled:
             norm.settle(self._last)

@@ -387,16 +387,20 @@ class Accelerator(Exchange, Keeping):
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
         synced = state.sync_gradients or state.plugin.sync_each_batch
-        with current.accumulating(unsynced=not synced):
+        with contextlib.ExitStack() as blocks:
+            for model in () if synced else models:
+                blocks.enter_context(self.no_sync(model))
             yield
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """A block of backward passes that no step is to follow."""
-        return current.accumulating()
+        """A block of passes whose gradients are left to each rank."""
+        return model.no_sync() if isinstance(model, PreparedModel) else contextlib.nullcontext()
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Nothing, as for :meth:`no_sync`."""
+        """Have the next backward pass average all gradients that there are over ranks."""
+        if isinstance(model, PreparedModel) and model.training_by is not None:
+            model.training_by.note_pass(syncs=True)
         return contextlib.nullcontext()
 
     def autocast(

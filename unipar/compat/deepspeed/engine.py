@@ -106,7 +106,9 @@ class DeepSpeedEngine(Facts):
             )
         part = loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
         self._stepping().backward(
-            part, likely_last=self.is_gradient_accumulation_boundary() and not current.unsynced
+            part,
+            likely_last=self.is_gradient_accumulation_boundary() and not current.unsynced,
+            unsynced=current.unsynced,
         )
         self._called = False
         return part

@@ -351,7 +351,7 @@ class Fabric(Exchange, Building, Keeping):
             raise ConfigError(
                 "no_backward_sync takes a model that was set up: model = fabric.setup(model, …)."
             )
-        return current.accumulating() if enabled else contextlib.nullcontext()
+        return module.no_sync() if enabled else contextlib.nullcontext()
 
     @staticmethod
     def seed_everything(

@@ -152,9 +152,7 @@ class BoostedOptimizer(PreparedOptimizer):
             for one in found:
                 one.strayed |= one.uncleared and one is not self
             beside = [one for one in found if one is not self and not one.uncleared]
-        super().backward(
-            loss, likely_last=not self.unsynced, unsynced=self.unsynced, beside=beside or ()
-        )
+        super().backward(loss, likely_last=not self.unsynced, beside=beside or ())
 
     def take_step(self) -> None:
         if self.unsynced:

@@ -186,7 +186,9 @@ class Booster:
         for one in held:
             one.unsynced = True
         try:
-            with current.accumulating():
+            with contextlib.ExitStack() as blocks:
+                for boosted in {one.model for one in held if one.model is not None}:
+                    blocks.enter_context(boosted.no_sync())
                 yield
         finally:
             for one in held:
