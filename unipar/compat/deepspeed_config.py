@@ -100,6 +100,12 @@ def load_config(given: Any) -> dict[str, Any]:
     return {key: dict(one) if isinstance(one, Mapping) else one for key, one in given.items()}
 
 
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """The stage of ZeRO that a configuration asks for."""
+    zero = config.get("zero_optimization", 0)
+    return int(zero.get("stage", 0) if isinstance(zero, Mapping) else bool(zero))
+
+
 def find_auto(config: Mapping[str, Any], before: str = "") -> str | None:
     """The first key whose value is ``"auto"``; ``None`` if there is none."""
     for key, value in config.items():

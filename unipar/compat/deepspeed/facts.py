@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from unipar.compat.deepspeed.checkpoints import Keeping
 from unipar.compat.deepspeed.parts import EngineOptimizer
-from unipar.compat.deepspeed_config import DEFAULT_CLIPPING
+from unipar.compat.deepspeed_config import DEFAULT_CLIPPING, zero_stage
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -174,8 +173,7 @@ class Facts(Keeping):
 
     def zero_optimization_stage(self) -> int:
         """The stage of ZeRO that the configuration asks for, whatever the strategy."""
-        zero = self.config.get("zero_optimization", 0)
-        return int(zero.get("stage", 0) if isinstance(zero, Mapping) else bool(zero))
+        return zero_stage(self.config)
 
     def optimizer_name(self) -> str | None:
         """The optimizer that the configuration names; of the script's own, its class."""
