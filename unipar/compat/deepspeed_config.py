@@ -106,6 +106,17 @@ def zero_stage(config: Mapping[str, Any]) -> int:
     return int(zero.get("stage", 0) if isinstance(zero, Mapping) else bool(zero))
 
 
+def skips_not_finite(config: Mapping[str, Any]) -> bool:
+    """Whether ZeRO leaves out steps whose gradients are not finite.
+
+    DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py, step: in fp32, too.
+    """
+    halves = (config.get(key) for key in ("bf16", "bfloat16"))
+    unchecked = any(isinstance(one, Mapping) and not one.get("check_grad_overflow", True)
+                    for one in halves)  # fmt: skip
+    return zero_stage(config) == 3 or (zero_stage(config) > 0 and not unchecked)
+
+
 def find_auto(config: Mapping[str, Any], before: str = "") -> str | None:
     """The first key whose value is ``"auto"``; ``None`` if there is none."""
     for key, value in config.items():

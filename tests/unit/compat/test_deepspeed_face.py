@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from unipar.compat import deepspeed
 from unipar.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from unipar.compat.deepspeed_config import read_config
 from unipar.compat.run import current
-from unipar.errors import CheckpointError, ConfigError
+from unipar.errors import CheckpointError, ConfigError, NonFiniteLossError
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -500,7 +501,40 @@ def test_a_step_that_autocast_skips_without_zero_is_told_of_to_nobody(
         assert torch.equal(model.weight, before)
         assert engine.was_step_applied() is not told
         assert (engine.skipped_steps, engine.get_lr()) == (told, [0.5 if told else 0.25])
+        assert not told or engine.get_global_grad_norm() == math.inf
         current.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_that_is_not_finite_is_as_an_overflow_in_fp16(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "single")
+    model, (engine, *_, scheduler) = start(
+        {
+            "fp16": {"enabled": True, "initial_scale_power": 4}, "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+        },
+        lr_scheduler=lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.5),
+    )  # fmt: skip
+    step(engine)
+    weight = model.weight.clone()
+    step(engine, torch.full((2, 3), math.inf))
+    assert torch.equal(model.weight, weight)
+    assert not engine.was_step_applied()
+    assert (engine.global_steps, engine.skipped_steps, scheduler.last_epoch) == (2, 1, 1)
+    assert engine.get_global_grad_norm() == math.inf
+    step(engine)
+    assert not torch.equal(model.weight, weight)
+    assert math.isfinite(engine.get_global_grad_norm())
+
+
+def test_the_error_of_a_loss_that_is_not_finite_names_what_a_script_has() -> None:
+    _, (engine, *_) = start()
+    with pytest.raises(NonFiniteLossError, match="gradient_clipping in the config") as caught:
+        step(engine, torch.full((2, 3), math.inf))
+    assert "set on_nan: skip in unipar.yaml to leave such batches out" in str(caught.value)
+    assert "max_grad_norm" not in str(caught.value)
 
 
 def test_engines_that_a_script_has_done_with_are_released() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,7 +131,7 @@ class DeepSpeedEngine(Facts):
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             self.skipped_steps += skipped
-            self._applied, self._norm = not skipped, result
+            self._applied, self._norm = not skipped, math.inf if skipped else result
             if self.lr_scheduler is not None and not skipped:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         self.micro_steps += 1

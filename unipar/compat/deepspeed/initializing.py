@@ -20,6 +20,7 @@ from unipar.compat.deepspeed_config import (
     find_auto,
     load_config,
     read_config,
+    skips_not_finite,
 )
 from unipar.compat.deepspeed_names import refuse
 from unipar.compat.run import current
@@ -145,9 +146,19 @@ def _open(settings: Mapping[str, Any]) -> Session:
     if current.placement().device_type == "cpu":
         # Scripts ask for it everywhere, and on a CPU there are no streams to overlap.
         strategy.pop("overlap_comm", None)
-    asked = {"strategy": strategy} if strategy != {"name": "deepspeed", "stage": 0} else {}
-    scale = {"loss_scale": found["loss_scale"]} if "loss_scale" in found else {}
-    return current.open({**asked, "precision": found.get("precision", "fp32"), **scale})
+    asked: dict[str, Any] = {}
+    if strategy != {"name": "deepspeed", "stage": 0}:
+        asked["strategy"] = strategy
+    if "loss_scale" in found:
+        asked["loss_scale"] = found["loss_scale"]
+    asked["precision"] = found.get("precision", "fp32")
+    # DeepSpeed leaves steps out as here, and so does its own strategy, which looks at each anyway,
+    # as a scaler does. For others a run in bf16 or fp32 would wait for the device in each step.
+    if asked["precision"] == "fp16" or (
+        skips_not_finite(settings) and not current.decides("strategy")
+    ):
+        asked["on_nan"] = "skip"
+    return current.open(asked)
 
 
 def _widen(model: nn.Module, precision: str) -> None:
