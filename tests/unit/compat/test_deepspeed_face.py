@@ -287,7 +287,7 @@ def test_a_norm_that_nobody_has_measured_under_zero_is_refused() -> None:
         ),
         (lambda e: e.train_batch(), "strategy: mesh with pp"),
         (lambda e: e.compile(), r"engine.compile\(…\) has no counterpart"),
-        (lambda e: e.loss_scale(), "scale the losses of fp16 themselves"),
+        (lambda e: e.dynamic_loss_scale_args(), "scale the losses of fp16 themselves"),
         (lambda e: e.zero_offload_param(), "Look at engine.config"),
         (lambda e: e.save_checkpoint("a", exclude_frozen_parameters=True), "hold the whole model"),
         (lambda e: e.save_checkpoint("a", client_state={"a": argparse.Namespace()}), "Give plain"),
@@ -518,8 +518,15 @@ def test_a_loss_that_is_not_finite_is_as_an_overflow_in_fp16(
         lr_scheduler=lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.5),
     )  # fmt: skip
     step(engine)
+    optimizer = engine.optimizer
+    assert (optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow) == (16, 16, False)
+    assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (0, True)
+    assert engine.initial_dynamic_scale() == 16
     weight = model.weight.clone()
     step(engine, torch.full((2, 3), math.inf))
+    assert (optimizer.cur_scale, optimizer.overflow) == (8, True)
+    with pytest.raises(ConfigError, match=r"no scale that can be set, as to 4\. Engines scale the"):
+        optimizer.loss_scale = 4
     assert torch.equal(model.weight, weight)
     assert not engine.was_step_applied()
     assert (engine.global_steps, engine.skipped_steps, scheduler.last_epoch) == (2, 1, 1)

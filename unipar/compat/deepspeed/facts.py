@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -166,6 +167,22 @@ class Facts(Keeping):
     def bfloat16_enabled(self) -> bool:
         """Return whether the run computes in bfloat16, but for the matrix products of ``fp8``."""
         return self._precision in ("bf16", "fp8")
+
+    def loss_scale(self) -> float:
+        """The static scale of losses that the configuration asks for; 0: it is dynamic."""
+        return float(self._of_fp16("loss_scale", 0))
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the configuration asks for no static scale of losses."""
+        return self.loss_scale() == 0
+
+    def initial_dynamic_scale(self) -> float:
+        """The scale of losses that the configuration asks to begin with."""
+        return 2.0 ** self._of_fp16("initial_scale_power", 16)
+
+    def _of_fp16(self, key: str, default: Any) -> Any:
+        section = self.config.get("fp16")
+        return section.get(key, default) if isinstance(section, Mapping) else default
 
     def zero_optimization(self) -> bool:
         """Return whether the configuration asks for ZeRO, whatever the strategy."""
