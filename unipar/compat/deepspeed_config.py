@@ -71,7 +71,7 @@ def read_config(given: Any, *, builds: bool = False) -> dict[str, Any]:
         else:
             _check(key, value)
     found["strategy"] = _strategy(zero, native)
-    if found.get("precision", "fp16") == "fp16" and not _enabled(config.get("torch_autocast")):
+    if found.get("precision", "fp16") == "fp16" and not is_enabled(config.get("torch_autocast")):
         # Where it says nothing of a precision, what prepares the model may.
         found |= _loss_scale(config.get("fp16", {}))
     return found
@@ -159,7 +159,7 @@ def _is_on(key: str, value: Any) -> bool:
 
 
 def _add_precision(found: dict[str, Any], key: str, value: Any) -> None:
-    if not _enabled(value):
+    if not is_enabled(value):
         return
     precision = _PRECISIONS.get(key)
     if precision is None:
@@ -174,7 +174,8 @@ def _add_precision(found: dict[str, Any], key: str, value: Any) -> None:
         )
 
 
-def _enabled(section: Any) -> bool:
+def is_enabled(section: Any) -> bool:
+    """Whether a section of a configuration is turned on."""
     return bool(section.get("enabled") if isinstance(section, Mapping) else section)
 
 

@@ -265,6 +265,31 @@ def test_where_deepspeed_has_no_norm_its_face_has_none() -> None:
     assert engine.get_global_grad_norm() is None
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"fp16": {"enabled": True}},
+            "In fp16 without ZeRO, DeepSpeed 0.19.8 divides gradients",
+        ),
+        ({"bf16": {"enabled": True}}, "In bf16 without ZeRO, DeepSpeed 0.19.8 begins with a step"),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, None),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": False}}, None),
+    ],
+)
+def test_half_precision_that_deepspeed_itself_trains_otherwise_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    config: dict[str, Any],
+    said: str | None,
+) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "single")
+    for _ in range(2):
+        start(config)
+    assert caplog.text.count("That is not repeated here") == (said is not None)
+    assert (said or "") in caplog.text
+
+
 def test_a_norm_that_nobody_has_measured_under_zero_is_refused() -> None:
     pytest.importorskip("deepspeed")
     _, (engine, *_) = start({"zero_optimization": {"stage": 1}})

@@ -18,9 +18,11 @@ from unipar.compat.deepspeed.runtime import lr_schedules
 from unipar.compat.deepspeed_config import (
     DEFAULT_CLIPPING,
     find_auto,
+    is_enabled,
     load_config,
     read_config,
     skips_not_finite,
+    zero_stage,
 )
 from unipar.compat.deepspeed_names import refuse
 from unipar.compat.run import current
@@ -158,7 +160,29 @@ def _open(settings: Mapping[str, Any]) -> Session:
         skips_not_finite(settings) and not current.decides("strategy")
     ):
         asked["on_nan"] = "skip"
-    return current.open(asked)
+    begins = current.session is None
+    session = current.open(asked)
+    if begins and session.world.is_main:
+        _tell_of_other_steps(settings)
+    return session
+
+
+def _tell_of_other_steps(settings: Mapping[str, Any]) -> None:
+    """Warn of what DeepSpeed itself trains by in half precision without ZeRO.
+
+    DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py: what they divide by,
+    which backward of runtime/engine.py multiplies by for ZeRO's alone; initialize_optimizer_states.
+    """
+    halves = [key for key in ("fp16", "bf16", "bfloat16") if is_enabled(settings.get(key))]
+    if not halves or zero_stage(settings):
+        return
+    divides = "divides gradients by a loss scale that it has not applied, and "
+    log.warning(
+        "In %s without ZeRO, DeepSpeed 0.19.8 %sbegins with a step by gradients of zero, which "
+        "Adam counts and by which weights decay. That is not repeated here, so losses differ from "
+        "those of DeepSpeed itself (docs/migrate/deepspeed.md, half precision).",
+        halves[0], divides if halves[0] == "fp16" else "",
+    )  # fmt: skip
 
 
 def _widen(model: nn.Module, precision: str) -> None:
