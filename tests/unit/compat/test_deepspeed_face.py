@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import math
 import random
@@ -217,10 +218,23 @@ def test_the_command_line_may_name_the_configuration(tmp_path: Path) -> None:
 )
 def test_adam_is_adamw_unless_told_otherwise(params: Any, kind: Any, expected: Any) -> None:
     _, (engine, *_) = start({"optimizer": {"type": "Adam", "params": params}})
-    assert type(engine.client_optimizer) is kind
+    assert type(engine.basic_optimizer) is kind
     (group,) = engine.optimizer.param_groups
     assert (group["decoupled_weight_decay"], group["weight_decay"]) == expected
     assert engine.optimizer_name() == "adam"
+
+
+def test_an_optimizer_of_the_scripts_own_is_named_by_what_it_gave() -> None:
+    model = nn.Linear(3, 1)
+    for given, name in ((functools.partial(torch.optim.SGD, lr=0.1), "partial"),
+                        (torch.optim.SGD(model.parameters(), lr=0.1), "SGD")):  # fmt: skip
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=given, config={**CONFIG, "optimizer": {"type": "Adam"}}
+        )
+        assert engine.client_optimizer is given
+        assert engine.optimizer_name() == name
+        assert type(engine.basic_optimizer) is torch.optim.SGD
+        current.close()
 
 
 def test_an_optimizer_is_not_given_the_norm_to_clip_to() -> None:

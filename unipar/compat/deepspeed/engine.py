@@ -33,6 +33,7 @@ class DeepSpeedEngine(Facts):
     Attributes:
         module: the model, as the strategy has made it.
         optimizer: as given.
+        client_optimizer: what ``initialize`` was given to step, or to build that.
         lr_scheduler: is stepped after every update.
         training_data: what ``initialize`` was given.
         training_dataloader: of the data that ``initialize`` was given.
@@ -61,6 +62,7 @@ class DeepSpeedEngine(Facts):
         # Not a submodule: names of parameters go by the module's alone.
         self.__dict__["_model"] = model
         self.optimizer = optimizer
+        self.client_optimizer: Any = None
         self.lr_scheduler: Any = None
         self.training_data: Any = None
         self.training_dataloader: DeepSpeedDataLoader | None = None

@@ -21,6 +21,7 @@ class Facts(Keeping):
     """What there is to know of an engine."""
 
     optimizer: EngineOptimizer | None
+    client_optimizer: Any
     config: dict[str, Any]
     global_steps: int
     _accumulation: int
@@ -82,11 +83,9 @@ class Facts(Keeping):
         return self.lr_scheduler
 
     @property
-    def client_optimizer(self) -> torch.optim.Optimizer | None:
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer itself, which the engine steps."""
         return self.optimizer.optimizer if self.optimizer is not None else None
-
-    basic_optimizer = client_optimizer
 
     def get_data_parallel_rank(self) -> int:
         """This process's rank among those that see different data."""
@@ -193,11 +192,11 @@ class Facts(Keeping):
         return zero_stage(self.config)
 
     def optimizer_name(self) -> str | None:
-        """The optimizer that the configuration names; of the script's own, its class."""
+        """The class of what the script gave as its optimizer; else what the configuration names."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
         named = (self.config.get("optimizer") or {}).get("type")
-        if named is None:
-            return type(self.client_optimizer).__name__ if self.optimizer else None
-        return named.lower() if named.lower() in _NAMED else named
+        return named.lower() if named and named.lower() in _NAMED else named
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """The arguments of the optimizer that the configuration names."""

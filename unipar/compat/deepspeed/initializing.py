@@ -97,6 +97,7 @@ def initialize(
         prepared, taken, settings, micro_batch_size=size, accumulation_steps=accumulation,
         precision=precision, clips=clip > 0, collate_fn=collate_fn,
     )  # fmt: skip
+    engine.client_optimizer = optimizer
     engine.lr_scheduler = _scheduler(settings, taken, lr_scheduler)
     if training_data is not None:
         engine.training_data = training_data
