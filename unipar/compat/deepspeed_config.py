@@ -71,7 +71,7 @@ def read_config(given: Any, *, builds: bool = False) -> dict[str, Any]:
         else:
             _check(key, value)
     found["strategy"] = _strategy(zero, native)
-    if found.get("precision", "fp16") == "fp16" and not _enabled(config.get("torch_autocast")):
+    if found.get("precision", "fp16") == "fp16" and not is_enabled(config.get("torch_autocast")):
         # Where it says nothing of a precision, what prepares the model may.
         found |= _loss_scale(config.get("fp16", {}))
     return found
@@ -98,6 +98,23 @@ def load_config(given: Any) -> dict[str, Any]:
             "a JSON file."
         )
     return {key: dict(one) if isinstance(one, Mapping) else one for key, one in given.items()}
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """The stage of ZeRO that a configuration asks for."""
+    zero = config.get("zero_optimization", 0)
+    return int(zero.get("stage", 0) if isinstance(zero, Mapping) else bool(zero))
+
+
+def skips_not_finite(config: Mapping[str, Any]) -> bool:
+    """Whether ZeRO leaves out steps whose gradients are not finite.
+
+    DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py, step: in fp32, too.
+    """
+    halves = (config.get(key) for key in ("bf16", "bfloat16"))
+    unchecked = any(isinstance(one, Mapping) and not one.get("check_grad_overflow", True)
+                    for one in halves)  # fmt: skip
+    return zero_stage(config) == 3 or (zero_stage(config) > 0 and not unchecked)
 
 
 def find_auto(config: Mapping[str, Any], before: str = "") -> str | None:
@@ -142,7 +159,7 @@ def _is_on(key: str, value: Any) -> bool:
 
 
 def _add_precision(found: dict[str, Any], key: str, value: Any) -> None:
-    if not _enabled(value):
+    if not is_enabled(value):
         return
     precision = _PRECISIONS.get(key)
     if precision is None:
@@ -157,7 +174,8 @@ def _add_precision(found: dict[str, Any], key: str, value: Any) -> None:
         )
 
 
-def _enabled(section: Any) -> bool:
+def is_enabled(section: Any) -> bool:
+    """Whether a section of a configuration is turned on."""
     return bool(section.get("enabled") if isinstance(section, Mapping) else section)
 
 

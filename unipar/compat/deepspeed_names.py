@@ -31,6 +31,10 @@ _CHECKPOINT = (
     "Checkpoints are unipar's: unipar.checkpoint.load_model reads their weights, and unipar "
     "convert reads DeepSpeed's."
 )
+_SCALES = (
+    "Engines scale the losses of fp16 themselves. engine.optimizer.cur_scale is the scale, and "
+    "fp16 in the configuration or loss_scale in unipar.yaml says how it begins and changes."
+)
 _MEASURE = "It measures DeepSpeed's own modules. Use torch.profiler."
 
 TOP = Table(
@@ -86,7 +90,8 @@ ENGINE = Table(
         "client_optimizer client_lr_scheduler basic_optimizer training_data training_dataloader "
         "collate_fn config device dist_backend world_size global_rank local_rank dp_world_size "
         "mp_world_size data_parallel_group mpu losses pipeline_parallelism has_moe_layers "
-        "sequence_parallel_size global_steps global_samples micro_steps skipped_steps no_sync",
+        "sequence_parallel_size global_steps global_samples micro_steps skipped_steps no_sync "
+        "loss_scale dynamic_loss_scale initial_dynamic_scale",
         "kept",
     ),
     Row(
@@ -114,8 +119,7 @@ ENGINE = Table(
         "offload_parameters, or cpu_offload.",
     ),
     Row("coalesce_grad_reduction", "refused", "Use gradient_accumulation_steps."),
-    Row("loss_scale *_dynamic_scale dynamic_loss_scale*", "refused",
-        "Engines scale the losses of fp16 themselves."),
+    Row("dynamic_loss_scale_args", "refused", _SCALES),
     Row("load_universal_checkpoint load_moe_state_dict checkpoint_* ", "refused", _CHECKPOINT),
     Row(
         "*curriculum* data_* random_ltd_* set_data_post_process_func",
@@ -153,6 +157,26 @@ ENGINE = Table(
         "refused",
         _READ,
     ),
+)  # fmt: skip
+
+OPTIMIZER = Table(
+    "engine.optimizer",
+    Row("cur_scale loss_scale overflow", "kept"),
+    Row(
+        "loss_scaler loss_scale_config dynamic_loss_scale custom_loss_scaler external_loss_scale "
+        "override_loss_scale torch_autocast_gradscaler",
+        "refused",
+        _SCALES,
+    ),
+    Row("has_overflow check_overflow overflow_checker", "refused",
+        "The engine looks for overflows as it steps. Look at engine.optimizer.overflow after it."),
+    Row("clip_grad _global_grad_norm scaled_global_norm", "refused",
+        "Look at engine.gradient_clipping(), and at engine.get_global_grad_norm() after a step."),
+    Row("get_lr set_lr", "refused",
+        "Look at engine.get_lr(), and set lr in the groups of optimizer.param_groups."),
+    Row("refresh_fp32_params update_lp_params", "refused",
+        "Weights are fp32, and no others are to follow them. Leave it out."),
+    Row("*", "refused", _WHOLE),
 )  # fmt: skip
 
 CONFIG = Table(
@@ -385,8 +409,8 @@ CALLS = Table(
     Row("engine.train_batch() engine.eval_batch()", "refused", _PIPELINE),
 )  # fmt: skip
 
-TABLES = (TOP, CONFIG, FP16, ZERO, ENGINE, CALLS, ZERO_MODULE, COMM, UTILS, RUNTIME, SCHEDULES, OPS,
-          ADAM, CHECKPOINTING, ACCELERATOR)  # fmt: skip
+TABLES = (TOP, CONFIG, FP16, ZERO, ENGINE, OPTIMIZER, CALLS, ZERO_MODULE, COMM, UTILS, RUNTIME,
+          SCHEDULES, OPS, ADAM, CHECKPOINTING, ACCELERATOR)  # fmt: skip
 
 
 def refuse(call: str) -> NoReturn:

@@ -182,7 +182,12 @@ class PreparedOptimizer(Optimizer):
                 engine.agreement.replicas = replicas and replicas.of_script()
             engine.speak_of(
                 LoopCalls(
-                    self.calls.backward, "the step", "the optimizer's zero_grad()", self.calls.clip
+                    self.calls.backward,
+                    "the step",
+                    "the optimizer's zero_grad()",
+                    self.calls.clip,
+                    self.calls.clip,
+                    "set on_nan: skip in unipar.yaml",
                 )
             )
             world, sharded = session.world, session.capabilities.sharded

@@ -32,6 +32,8 @@ class LoopCalls(NamedTuple):
     step: str = "engine.step()"
     clear: str = "engine.zero_grad()"
     clip: str = "prepare(…, max_grad_norm=…)"
+    clip_to: str = "max_grad_norm=1.0"
+    skip: str = "pass on_nan='skip'"
 
 
 @dataclass

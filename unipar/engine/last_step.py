@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.combined import CombinedScheduler
+from unipar.engine.absent import LoopCalls
 from unipar.engine.kept_buffers import has_nan
 from unipar.errors import NonFiniteLossError, first_few
 from unipar.utils.host_copy import HostCopy
@@ -99,7 +100,12 @@ def _kept(value: Any) -> Any:
 
 
 def not_finite(
-    what: str, loss: float, step: int, module: nn.Module, count: float | None = None
+    what: str,
+    loss: float,
+    step: int,
+    module: nn.Module,
+    calls: LoopCalls,
+    count: float | None = None,
 ) -> NonFiniteLossError:
     """The error of a step whose loss or gradient norm (``what``) is not finite.
 
@@ -108,6 +114,7 @@ def not_finite(
         loss: of the step.
         step: 1-based.
         module: what has trained.
+        calls: of the loop, for what to do.
         count: the items that the loss is a mean of, where they are known.
     """
     kept = "the weights are as they were before that step"
@@ -123,13 +130,13 @@ def not_finite(
             f"no item of the global batch of step {step} was counted (unipar.LossSum or num_items "
             f"gave 0 everywhere), so its loss, a mean over items, is {loss}; {kept}. Look at the "
             "labels: a label of -100, or one that is masked, is no item. Leave samples without any "
-            "out of the data, take a larger global_batch_size, or pass on_nan='skip' to leave such "
+            f"out of the data, take a larger global_batch_size, or {calls.skip} to leave such "
             "batches out.",
             step=step,
         )
     return NonFiniteLossError(
         f"the {what} of step {step} is not finite (loss {loss}); {kept}. Lower the "
-        "learning rate, clip with max_grad_norm=1.0, look at the batch, or pass on_nan='skip' to "
+        f"learning rate, clip with {calls.clip_to}, look at the batch, or {calls.skip} to "
         "leave such batches out.",
         step=step,
     )

@@ -41,16 +41,19 @@ _CHANGED = "is a view and is being modified inplace"
 # torch 2.13, aten/src/ATen/native/Resize.h, checkInBoundsForStorage.
 _FREED = "are out of bounds for storage of size 0"
 
-_REMEDIES = (
-    "Under ddp and zero2, which leave weights whole, it runs as it stands. Under this strategy, "
-    "for a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
+_ELSEWHERE = "Under ddp and zero2, which leave weights whole, it runs as it stands."
+_OF_LOSS = (
+    "For a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
     "Adam (but not of AdamW); any other is computed in the forward of the module that holds them, "
     "where they are whole, and returned with its output. For a moving average or a target network: "
     "build it once the model is prepared, as [p.detach().clone() for p in model.parameters()], "
-    "which is divided alike, so that it can be averaged with the parameters and copied into them. "
-    "For a number, such as a norm, or the whole tensor: x.detach().full_tensor(), which every rank "
-    "has to call."
+    "which is divided alike, so that it can be averaged with the parameters and copied into them."
 )
+_OF_NUMBER = (
+    "For a number that is logged, such as a norm, or the whole tensor: x.detach().full_tensor() in "
+    "place of x, which every rank has to call."
+)
+_REMEDIES = f"{_ELSEWHERE} {_OF_LOSS} {_OF_NUMBER}"
 
 
 def explain_sharded(error: BaseException, strategy: str) -> str:
@@ -178,7 +181,7 @@ def _number_of(op: Any, args: Any, kwargs: Any) -> Any:
         raise ConfigError(
             "a number was read (item(), float(), an if) of a tensor that is divided among ranks, "
             f"of which this one has {tuple(map(str, one.placements))}: it would be of this rank's "
-            f"part. {_REMEDIES}"
+            f"part. {_OF_NUMBER} {_ELSEWHERE} {_OF_LOSS}"
         )
     return op(one.to_local())
 

@@ -436,7 +436,8 @@ class StepEngine(Engine):
             self._skips.add(self.num_steps, skipped=True)
             return StepResult(loss, count, None, skipped=True)
         self.num_steps -= 1
-        raise not_finite(what, loss, self.num_steps + 1, self.module, count)
+        step, calls = self.num_steps + 1, self._guard.calls
+        raise not_finite(what, loss, step, self.module, calls, count)
 
     def _expect(self, norm: HostCopy, loss: float, moving: LRScheduler | None) -> LastStep:
         """Go on as if the gradient of this step were finite."""
@@ -451,7 +452,8 @@ class StepEngine(Engine):
             if put_back is not None:
                 put_back()
 
-        error = functools.partial(not_finite, "gradient norm", loss, step, self.module)
+        calls = self._guard.calls
+        error = functools.partial(not_finite, "gradient norm", loss, step, self.module, calls)
         return LastStep(norm, error, take_back)
 
     def check_last_step(self) -> None:

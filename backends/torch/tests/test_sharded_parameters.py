@@ -193,7 +193,7 @@ def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -
         (by_train_step(projected), ["outside of the model's forward pass", "weight_decay=2c"]),
         (evaluated, ["outside of the model's forward pass"]),
         (averaged, ["outside of the model's forward pass", "[p.detach().clone() for p in"]),
-        (measured, ["a number was read", "would be of this rank's part", "full_tensor()"]),
+        (measured, ["a number was read", "part. For a number that is logged", "full_tensor()"]),
         (summed, ["a tensor that is divided among ranks", "full_tensor()"]),
         (formatted, ["a number was read", "full_tensor()"]),
         pytest.param(

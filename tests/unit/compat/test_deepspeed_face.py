@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from unipar.compat import deepspeed
 from unipar.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from unipar.compat.deepspeed_config import read_config
 from unipar.compat.run import current
-from unipar.errors import CheckpointError, ConfigError
+from unipar.errors import CheckpointError, ConfigError, NonFiniteLossError
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -216,10 +218,23 @@ def test_the_command_line_may_name_the_configuration(tmp_path: Path) -> None:
 )
 def test_adam_is_adamw_unless_told_otherwise(params: Any, kind: Any, expected: Any) -> None:
     _, (engine, *_) = start({"optimizer": {"type": "Adam", "params": params}})
-    assert type(engine.client_optimizer) is kind
+    assert type(engine.basic_optimizer) is kind
     (group,) = engine.optimizer.param_groups
     assert (group["decoupled_weight_decay"], group["weight_decay"]) == expected
     assert engine.optimizer_name() == "adam"
+
+
+def test_an_optimizer_of_the_scripts_own_is_named_by_what_it_gave() -> None:
+    model = nn.Linear(3, 1)
+    for given, name in ((functools.partial(torch.optim.SGD, lr=0.1), "partial"),
+                        (torch.optim.SGD(model.parameters(), lr=0.1), "SGD")):  # fmt: skip
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=given, config={**CONFIG, "optimizer": {"type": "Adam"}}
+        )
+        assert engine.client_optimizer is given
+        assert engine.optimizer_name() == name
+        assert type(engine.basic_optimizer) is torch.optim.SGD
+        current.close()
 
 
 def test_an_optimizer_is_not_given_the_norm_to_clip_to() -> None:
@@ -264,6 +279,31 @@ def test_where_deepspeed_has_no_norm_its_face_has_none() -> None:
     assert engine.get_global_grad_norm() is None
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"fp16": {"enabled": True}},
+            "In fp16 without ZeRO, DeepSpeed 0.19.8 divides gradients",
+        ),
+        ({"bf16": {"enabled": True}}, "In bf16 without ZeRO, DeepSpeed 0.19.8 begins with a step"),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, None),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": False}}, None),
+    ],
+)
+def test_half_precision_that_deepspeed_itself_trains_otherwise_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    config: dict[str, Any],
+    said: str | None,
+) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "single")
+    for _ in range(2):
+        start(config)
+    assert caplog.text.count("That is not repeated here") == (said is not None)
+    assert (said or "") in caplog.text
+
+
 def test_a_norm_that_nobody_has_measured_under_zero_is_refused() -> None:
     pytest.importorskip("deepspeed")
     _, (engine, *_) = start({"zero_optimization": {"stage": 1}})
@@ -286,7 +326,7 @@ def test_a_norm_that_nobody_has_measured_under_zero_is_refused() -> None:
         ),
         (lambda e: e.train_batch(), "strategy: mesh with pp"),
         (lambda e: e.compile(), r"engine.compile\(…\) has no counterpart"),
-        (lambda e: e.loss_scale(), "scale the losses of fp16 themselves"),
+        (lambda e: e.dynamic_loss_scale_args(), "scale the losses of fp16 themselves"),
         (lambda e: e.zero_offload_param(), "Look at engine.config"),
         (lambda e: e.save_checkpoint("a", exclude_frozen_parameters=True), "hold the whole model"),
         (lambda e: e.save_checkpoint("a", client_state={"a": argparse.Namespace()}), "Give plain"),
@@ -500,7 +540,47 @@ def test_a_step_that_autocast_skips_without_zero_is_told_of_to_nobody(
         assert torch.equal(model.weight, before)
         assert engine.was_step_applied() is not told
         assert (engine.skipped_steps, engine.get_lr()) == (told, [0.5 if told else 0.25])
+        assert not told or engine.get_global_grad_norm() == math.inf
         current.close()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_that_is_not_finite_is_as_an_overflow_in_fp16(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "single")
+    model, (engine, *_, scheduler) = start(
+        {
+            "fp16": {"enabled": True, "initial_scale_power": 4}, "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+        },
+        lr_scheduler=lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.5),
+    )  # fmt: skip
+    step(engine)
+    optimizer = engine.optimizer
+    assert (optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow) == (16, 16, False)
+    assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (0, True)
+    assert engine.initial_dynamic_scale() == 16
+    weight = model.weight.clone()
+    step(engine, torch.full((2, 3), math.inf))
+    assert (optimizer.cur_scale, optimizer.overflow) == (8, True)
+    with pytest.raises(ConfigError, match=r"no scale that can be set, as to 4\. Engines scale the"):
+        optimizer.loss_scale = 4
+    assert torch.equal(model.weight, weight)
+    assert not engine.was_step_applied()
+    assert (engine.global_steps, engine.skipped_steps, scheduler.last_epoch) == (2, 1, 1)
+    assert engine.get_global_grad_norm() == math.inf
+    step(engine)
+    assert not torch.equal(model.weight, weight)
+    assert math.isfinite(engine.get_global_grad_norm())
+
+
+def test_the_error_of_a_loss_that_is_not_finite_names_what_a_script_has() -> None:
+    _, (engine, *_) = start()
+    with pytest.raises(NonFiniteLossError, match="gradient_clipping in the config") as caught:
+        step(engine, torch.full((2, 3), math.inf))
+    assert "set on_nan: skip in unipar.yaml to leave such batches out" in str(caught.value)
+    assert "max_grad_norm" not in str(caught.value)
 
 
 def test_engines_that_a_script_has_done_with_are_released() -> None:

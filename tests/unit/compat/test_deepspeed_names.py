@@ -26,6 +26,7 @@ from unipar.compat.deepspeed_names import (
     CONFIG,
     ENGINE,
     OPS,
+    OPTIMIZER,
     SCHEDULES,
     TOP,
     UTILS,
@@ -78,6 +79,10 @@ engine, *_ = deepspeed.initialize(model=layer, optimizer=torch.optim.SGD(layer.p
                                   config={"train_batch_size": 1})
 attributes = sorted(n for n in {*vars(engine), "module"} - {*vars(torch.nn.Module())}
                     if not n.startswith("_") and n not in members)
+given = torch.optim.SGD(layer.parameters(), 0.1)
+zero = deepspeed.initialize(model=layer, optimizer=given, config={
+    "train_batch_size": 1, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True},
+    "zero_allow_untested_optimizer": True})[0].optimizer
 schedules = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
 def rates(kind, given, steps):
     at = torch.optim.Adam([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": 0.3}],
@@ -104,6 +109,7 @@ print("found:" + json.dumps({
     "schedules": names(lr_schedules), "pipe": names(deepspeed.pipe),
     "moe": names(deepspeed.moe.layer), "checkpointing": names(deepspeed.checkpointing),
     "accelerator": [n for n in dir(deepspeed.get_accelerator()) if not n.startswith("_")],
+    "optimizer": [n for n in dir(zero) if not n.startswith("_") and not hasattr(given, n)],
     "members": members, "attributes": attributes, "config": sorted(seen - {"amp"}),
     "stages": sorted(f.alias or n for n, f in DeepSpeedZeroConfig.model_fields.items()),
     "signatures": {n: signature(f) for n, f in functions.items()},
@@ -209,6 +215,30 @@ def test_every_attribute_has_one_fate(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert engine.timers("forward").elapsed() == 0
         total = torch.ones(1)
         torch.distributed.all_reduce(total, group=engine.data_parallel_group)
+    finally:
+        current.close()
+
+
+def test_every_attribute_of_its_optimizer_has_one_fate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("unipar.compat.run.file_beside_script", lambda: tmp_path / "unipar.yaml")
+    layer = torch.nn.Linear(1, 1)
+    own = torch.optim.SGD(layer.parameters(), 0.1)
+    config = {"train_batch_size": 1}
+    engine, optimizer, *_ = face.initialize(model=layer, optimizer=own, config=config)
+    kept = {name for row in OPTIMIZER.rows if row.fate == "kept" for name in row.names.split()}
+    assert kept <= {*real()["optimizer"]}
+    try:
+        assert engine.optimizer is optimizer
+        assert [getattr(optimizer, name) for name in sorted(kept)] == [1.0, 1.0, False]
+        assert len(real()["optimizer"]) > 50
+        for name in (*real()["optimizer"], "_global_grad_norm"):
+            # Some are the face's own.
+            if name not in kept and not hasattr(type(optimizer), name) and name != "optimizer":
+                said = f"optimizer has no {name} here. .*(Use|Look|Leave|Engines scale)"
+                with pytest.raises(AttributeError, match=said):
+                    getattr(optimizer, name)
     finally:
         current.close()
 

@@ -82,6 +82,10 @@ def test_every_form_of_import(before: str, after: str) -> None:
          "the face has no PipelineModule."),
         (("    engine.step", "    engine.offload_states()\n    engine.step"),
          "the face refuses offload_states. What lies in host memory"),
+        (("    engine.step", "    optimizer.cur_scale, optimizer.loss_scaler\n    engine.step"),
+         "optimizer.loss_scaler: the face has no loss_scaler there. Engines scale the losses"),
+        (("    engine.step", "    print(engine.optimizer.loss_scaler.cur_scale)\n    engine.step"),
+         "engine.optimizer.loss_scaler: the face has no loss_scaler there. Engines scale"),
     ],
 )  # fmt: skip
 def test_what_the_face_refuses_is_said_beforehand(change: tuple[str, str], said: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from unipar import checkpoint
+from unipar.compat.deepspeed_config import zero_stage
 from unipar.compat.deepspeed_names import refuse
 from unipar.compat.readable import check_readable
 from unipar.compat.run import current, own_randomness
@@ -18,8 +21,9 @@ from unipar.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from unipar.compat.deepspeed.parts import EngineModel
+    from unipar.world import World
 
-_OWN = "engine.pt"
+log = logging.getLogger("unipar")
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 """As in DeepSpeed, micro-batches go on from where they are."""
 
@@ -28,6 +32,7 @@ class Keeping(nn.Module):
     """What is kept of an engine."""
 
     module: nn.Module
+    config: dict[str, Any]
     lr_scheduler: Any
     global_steps: int
     _model: EngineModel
@@ -46,7 +51,8 @@ class Keeping(nn.Module):
         Args:
             save_dir: holds checkpoints, each in a directory of its tag.
             tag: left out: ``global_step`` and the number of updates.
-            client_state: kept beside it; plain values and tensors.
+            client_state: kept beside it; plain values and tensors. Rank 0's, or each rank's where
+                the configuration asks for stage 3 of ZeRO.
             save_latest: whether it is what ``load_checkpoint`` takes without a tag.
             exclude_frozen_parameters: refused.
 
@@ -70,10 +76,12 @@ class Keeping(nn.Module):
             Path(save_dir) / name, self._engines(), world, step=self.global_steps,
             progress={"seed": 0}, strategy=session.strategy.name,
         )  # fmt: skip
-        if world.is_main:
-            torch.save(own, path / _OWN)
-            if save_latest:
-                (Path(save_dir) / "latest").write_text(name)
+        # DeepSpeed 0.19.8, runtime/engine.py, _get_ckpt_name: then each rank has a file.
+        each = zero_stage(self.config) == 3
+        if each or world.is_main:
+            torch.save({**own, "ranks": world.size if each else 1}, _own_file(path, world.rank))
+        if world.is_main and save_latest:
+            (Path(save_dir) / "latest").write_text(name)
         world.barrier()
         return True
 
@@ -99,7 +107,8 @@ class Keeping(nn.Module):
             custom_load_fn: refused.
 
         Returns:
-            Where it is, and its ``client_state``; twice ``None`` where there is none.
+            Where it is, and the ``client_state`` that this rank has saved, or rank 0 where this
+            one has none in it; twice ``None`` where there is no checkpoint.
 
         Raises:
             CheckpointError: it is of another program, or DeepSpeed's own.
@@ -124,7 +133,7 @@ class Keeping(nn.Module):
         # DeepSpeed leaves a script's random numbers as they are.
         with own_randomness(world.device):
             checkpoint.load(path, self._engines(), world, optimizer=everything)
-        own = torch.load(path / _OWN, weights_only=True, map_location="cpu")
+        own = _read_own(path, world)
         for key in () if load_module_only else _COUNTS:
             setattr(self, key, own[key])
         scheduled = load_lr_scheduler_states and not load_module_only
@@ -208,3 +217,39 @@ class Keeping(nn.Module):
             name = training.engine.spec.name
             if current.session.engines.get(name) is training.engine:
                 current.session.release(name)
+
+
+def _own_file(path: Path, rank: int) -> Path:
+    return path / (f"engine-{rank}.pt" if rank else "engine.pt")
+
+
+def _read_own(path: Path, world: World) -> dict[str, Any]:
+    """What an engine of this rank has kept in a checkpoint; rank 0's, where there is no such."""
+    own = _own_file(path, world.rank)
+    if world.is_main:
+        first = _read(own)
+        ranks = first.get("ranks", 1)
+        if ranks not in (1, world.size) and any(
+            not _are_equal(first["client_state"], _read(_own_file(path, rank))["client_state"])
+            for rank in range(1, ranks)
+        ):
+            log.warning(
+                "%s holds a client_state of each of %d ranks, which differ, and there are %d "
+                "now. Each rank gets its own, and rank 0's where it has none.",
+                path, ranks, world.size,
+            )  # fmt: skip
+    return _read(own if own.is_file() else _own_file(path, 0))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return torch.load(file, weights_only=True, map_location="cpu")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    (left, made), (right, other_made) = _pytree.tree_flatten(one), _pytree.tree_flatten(other)
+    return made == other_made and all(
+        isinstance(b, torch.Tensor) and a.shape == b.shape and torch.equal(a, b)
+        if isinstance(a, torch.Tensor)
+        else a == b
+        for a, b in zip(left, right, strict=True)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ class DeepSpeedEngine(Facts):
     Attributes:
         module: the model, as the strategy has made it.
         optimizer: as given.
+        client_optimizer: what ``initialize`` was given to step, or to build that.
         lr_scheduler: is stepped after every update.
         training_data: what ``initialize`` was given.
         training_dataloader: of the data that ``initialize`` was given.
@@ -60,6 +62,7 @@ class DeepSpeedEngine(Facts):
         # Not a submodule: names of parameters go by the module's alone.
         self.__dict__["_model"] = model
         self.optimizer = optimizer
+        self.client_optimizer: Any = None
         self.lr_scheduler: Any = None
         self.training_data: Any = None
         self.training_dataloader: DeepSpeedDataLoader | None = None
@@ -132,7 +135,7 @@ class DeepSpeedEngine(Facts):
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             self.skipped_steps += skipped
-            self._applied, self._norm = not skipped, result
+            self._applied, self._norm = not skipped, math.inf if skipped else result
             if self.lr_scheduler is not None and not skipped:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         self.micro_steps += 1

@@ -9,7 +9,7 @@ import torch
 
 from unipar.compat.deepspeed.checkpoints import Keeping
 from unipar.compat.deepspeed.parts import EngineOptimizer
-from unipar.compat.deepspeed_config import DEFAULT_CLIPPING
+from unipar.compat.deepspeed_config import DEFAULT_CLIPPING, zero_stage
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -21,6 +21,7 @@ class Facts(Keeping):
     """What there is to know of an engine."""
 
     optimizer: EngineOptimizer | None
+    client_optimizer: Any
     config: dict[str, Any]
     global_steps: int
     _accumulation: int
@@ -82,11 +83,9 @@ class Facts(Keeping):
         return self.lr_scheduler
 
     @property
-    def client_optimizer(self) -> torch.optim.Optimizer | None:
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer itself, which the engine steps."""
         return self.optimizer.optimizer if self.optimizer is not None else None
-
-    basic_optimizer = client_optimizer
 
     def get_data_parallel_rank(self) -> int:
         """This process's rank among those that see different data."""
@@ -168,21 +167,36 @@ class Facts(Keeping):
         """Return whether the run computes in bfloat16, but for the matrix products of ``fp8``."""
         return self._precision in ("bf16", "fp8")
 
+    def loss_scale(self) -> float:
+        """The static scale of losses that the configuration asks for; 0: it is dynamic."""
+        return float(self._of_fp16("loss_scale", 0))
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the configuration asks for no static scale of losses."""
+        return self.loss_scale() == 0
+
+    def initial_dynamic_scale(self) -> float:
+        """The scale of losses that the configuration asks to begin with."""
+        return 2.0 ** self._of_fp16("initial_scale_power", 16)
+
+    def _of_fp16(self, key: str, default: Any) -> Any:
+        section = self.config.get("fp16")
+        return section.get(key, default) if isinstance(section, Mapping) else default
+
     def zero_optimization(self) -> bool:
         """Return whether the configuration asks for ZeRO, whatever the strategy."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
         """The stage of ZeRO that the configuration asks for, whatever the strategy."""
-        zero = self.config.get("zero_optimization", 0)
-        return int(zero.get("stage", 0) if isinstance(zero, Mapping) else bool(zero))
+        return zero_stage(self.config)
 
     def optimizer_name(self) -> str | None:
-        """The optimizer that the configuration names; of the script's own, its class."""
+        """The class of what the script gave as its optimizer; else what the configuration names."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
         named = (self.config.get("optimizer") or {}).get("type")
-        if named is None:
-            return type(self.client_optimizer).__name__ if self.optimizer else None
-        return named.lower() if named.lower() in _NAMED else named
+        return named.lower() if named and named.lower() in _NAMED else named
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """The arguments of the optimizer that the configuration names."""

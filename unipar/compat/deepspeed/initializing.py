@@ -18,8 +18,11 @@ from unipar.compat.deepspeed.runtime import lr_schedules
 from unipar.compat.deepspeed_config import (
     DEFAULT_CLIPPING,
     find_auto,
+    is_enabled,
     load_config,
     read_config,
+    skips_not_finite,
+    zero_stage,
 )
 from unipar.compat.deepspeed_names import refuse
 from unipar.compat.run import current
@@ -94,6 +97,7 @@ def initialize(
         prepared, taken, settings, micro_batch_size=size, accumulation_steps=accumulation,
         precision=precision, clips=clip > 0, collate_fn=collate_fn,
     )  # fmt: skip
+    engine.client_optimizer = optimizer
     engine.lr_scheduler = _scheduler(settings, taken, lr_scheduler)
     if training_data is not None:
         engine.training_data = training_data
@@ -145,9 +149,41 @@ def _open(settings: Mapping[str, Any]) -> Session:
     if current.placement().device_type == "cpu":
         # Scripts ask for it everywhere, and on a CPU there are no streams to overlap.
         strategy.pop("overlap_comm", None)
-    asked = {"strategy": strategy} if strategy != {"name": "deepspeed", "stage": 0} else {}
-    scale = {"loss_scale": found["loss_scale"]} if "loss_scale" in found else {}
-    return current.open({**asked, "precision": found.get("precision", "fp32"), **scale})
+    asked: dict[str, Any] = {}
+    if strategy != {"name": "deepspeed", "stage": 0}:
+        asked["strategy"] = strategy
+    if "loss_scale" in found:
+        asked["loss_scale"] = found["loss_scale"]
+    asked["precision"] = found.get("precision", "fp32")
+    # DeepSpeed leaves steps out as here, and so does its own strategy, which looks at each anyway,
+    # as a scaler does. For others a run in bf16 or fp32 would wait for the device in each step.
+    if asked["precision"] == "fp16" or (
+        skips_not_finite(settings) and not current.decides("strategy")
+    ):
+        asked["on_nan"] = "skip"
+    begins = current.session is None
+    session = current.open(asked)
+    if begins and session.world.is_main:
+        _tell_of_other_steps(settings)
+    return session
+
+
+def _tell_of_other_steps(settings: Mapping[str, Any]) -> None:
+    """Warn of what DeepSpeed itself trains by in half precision without ZeRO.
+
+    DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py: what they divide by,
+    which backward of runtime/engine.py multiplies by for ZeRO's alone; initialize_optimizer_states.
+    """
+    halves = [key for key in ("fp16", "bf16", "bfloat16") if is_enabled(settings.get(key))]
+    if not halves or zero_stage(settings):
+        return
+    divides = "divides gradients by a loss scale that it has not applied, and "
+    log.warning(
+        "In %s without ZeRO, DeepSpeed 0.19.8 %sbegins with a step by gradients of zero, which "
+        "Adam counts and by which weights decay. That is not repeated here, so losses differ from "
+        "those of DeepSpeed itself (docs/migrate/deepspeed.md, half precision).",
+        halves[0], divides if halves[0] == "fp16" else "",
+    )  # fmt: skip
 
 
 def _widen(model: nn.Module, precision: str) -> None:

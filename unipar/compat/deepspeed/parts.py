@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 import torch
 
-from unipar.compat.deepspeed_names import refuse
+from unipar.compat.deepspeed_names import OPTIMIZER, refuse
 from unipar.compat.models import Calls, PreparedModel, led_to
 from unipar.compat.optimizers import PreparedOptimizer, zero_unused
 from unipar.errors import ConfigError
@@ -56,6 +56,37 @@ class EngineOptimizer(PreparedOptimizer):
                     "both models into one nn.Module."
                 )
         super().backward(loss, **how)
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses of fp16 are scaled by; else 1. To look may wait for the device.
+
+        Raises:
+            ConfigError: where it is set.
+        """
+        scaler = self.precision.scaler if self.precision is not None else None
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        why = OPTIMIZER.why_not("loss_scaler")
+        raise ConfigError(f"engine.optimizer has no scale that can be set, as to {value}. {why}")
+
+    loss_scale = cur_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was left out. To look may wait for the device."""
+        return self.step_was_skipped
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name == "optimizer" or name.startswith("__"):
+                raise
+            why = OPTIMIZER.why_not(name)
+            raise AttributeError(f"engine.optimizer has no {name} here. {why}") from error
 
     def take_step(self) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce, clip, step and clear.

@@ -15,6 +15,7 @@ from unipar.compat.deepspeed_names import (
     ENGINE,
     MOE,
     OPS,
+    OPTIMIZER,
     PIPE,
     RUNTIME,
     SCHEDULES,
@@ -50,6 +51,9 @@ class DeepSpeed(FaceDialect):
         "runtime.lr_schedules": SCHEDULES, "runtime.zero": ZERO_MODULE, "utils": UTILS,
     }  # fmt: skip
     members: ClassVar[Table | None] = ENGINE
+    inner: ClassVar[Mapping[str, tuple[str, Table]]] = {
+        "optimizer": ("deepspeed.optimizer", OPTIMIZER)
+    }
     main: ClassVar[tuple[str, ...]] = (_ENGINE,)
     together: ClassVar[tuple[str, ...]] = ("save_checkpoint", "save_16bit_model")
     whole: ClassVar[str] = "engine.save_16bit_model(directory)"

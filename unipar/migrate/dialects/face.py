@@ -29,6 +29,8 @@ class FaceDialect(Dialect):
             package itself), each with what becomes of its names; ``None``: it has those that its
             file binds. What stands below one of them, and is not listed, is imported from that one.
         members: what becomes of the attributes of the framework's main object, if that is asked.
+        inner: for attributes of it that are objects of the framework's, too: what the flow calls
+            these, and what becomes of their attributes.
         calls: further tables of what is refused, for the docs.
     """
 
@@ -36,10 +38,12 @@ class FaceDialect(Dialect):
     face: ClassVar[str]
     modules: ClassVar[Mapping[str, Table | None]]
     members: ClassVar[Table | None] = None
+    inner: ClassVar[Mapping[str, tuple[str, Table]]] = {}
     calls: ClassVar[tuple[Table, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        tables = [*cls.calls, *filter(None, (cls.members, *cls.modules.values()))]
+        inner = [table for _, table in cls.inner.values()]
+        tables = [*cls.calls, *filter(None, (cls.members, *inner, *cls.modules.values()))]
         cls.refused = tuple(
             Row("`, `".join(_told(name, table) for name in row.names.split()), row.why)
             for table in dict.fromkeys(tables)
@@ -58,6 +62,8 @@ class FaceDialect(Dialect):
             for call in source.calls():
                 self._tell_of_question(plan, call)
         self._refuse_members(plan)
+        for name, (made, table) in self.inner.items():
+            self._refuse_inner(plan, name, made, table)
 
     def inside(self, module: str) -> str | None:
         """What follows the package in a module's name; ``None`` if the module is another's."""
@@ -162,13 +168,34 @@ class FaceDialect(Dialect):
         """Refuse, where it can be seen, what the face refuses when it is called."""
         if self.members is None:
             return
-        refused = [row for row in self.members.rows if row.fate == "refused"]
-        names = [name for row in refused for name in row.names.split() if "*" not in name]
-        for _, call, func in plan.methods(*names):
+        for _, call, func in plan.methods(*_refused_in(self.members)):
             if plan.made_by(plan.flow.values(func.value), *self.main):
                 row = self.members.find(func.attr.value)
                 assert row is not None
                 plan.refuse_where_reached(call, f"the face refuses {func.attr.value}.", row.why)
+
+    def _refuse_inner(self, plan: Plan, held: str, made: str, table: Table) -> None:
+        """Refuse, where it can be seen, attributes that an object within the main one has not."""
+        names = _refused_in(table)
+        for source in plan.sources:
+            for node in source.all(cst.Attribute):
+                if (name := node.attr.value) not in names:
+                    continue
+                of = node.value
+                found = plan.made_by(plan.flow.values(of), made) or (
+                    isinstance(of, cst.Attribute)
+                    and of.attr.value == held
+                    and plan.made_by(plan.flow.values(of.value), *self.main)
+                )
+                if found:
+                    why = table.why_not(name)
+                    plan.refuse_where_reached(node, f"the face has no {name} there.", why or "")
+
+
+def _refused_in(table: Table) -> set[str]:
+    """The names that a table refuses, but for those that are patterns."""
+    refused = (row.names.split() for row in table.rows if row.fate == "refused")
+    return {name for names in refused for name in names if "*" not in name}
 
 
 def _told(name: str, table: Table) -> str:
