@@ -209,6 +209,24 @@ def test_each_rank_has_what_ddp_leaves_it(world_pool: Any, act: Any, strategy: s
         assert one == (pytest.approx(own, rel=1e-5, abs=1e-6), []), one
 
 
+def left(first: bool) -> list[float]:
+    script = Script("ddp")
+    if first:
+        script.loss(0).backward()
+    script.local(1)
+    script.optimizer.step()
+    return []
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_strategy_that_sums_them_all_the_same_says_so(world_pool: Any, first: bool) -> None:
+    (_, told), (_, others) = world_pool(2).run(plainly, "fsdp", left, first)
+    assert len(told) == 1
+    assert not others
+    assert "last backward pass of a step was within no_sync()" in told[0]
+    assert "strategy 'fsdp' steps by the mean over ranks" in told[0]
+
+
 @pytest.mark.parametrize("face", ["accelerate", "colossalai", "fabric"])
 @pytest.mark.parametrize("act", [perturbed, averaged, drifting, changed])
 def test_so_it_has_behind_other_faces(world_pool: Any, act: Any, face: str) -> None:

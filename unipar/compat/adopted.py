@@ -40,7 +40,6 @@ class AdoptedModel(PreparedModel):
 
     Attributes:
         called: whether it was called since its last backward pass, so as to be trained.
-        around: whether DDP wraps it, and was not called since the last backward pass.
         through: whether the pass of now is by DDP, and not within its no_sync().
         listed: its weights, when these were last looked at.
         versions: the same, and how often each had been written to when ranks last had the same.
@@ -52,7 +51,6 @@ class AdoptedModel(PreparedModel):
     face_calls: ClassVar[Calls] = _CALLS
     guards_module: ClassVar[bool] = False
     called: bool
-    around: bool
     through: bool
     listed: list[torch.Tensor]
     versions: list[tuple[torch.Tensor, int]] | None
@@ -67,7 +65,7 @@ class AdoptedModel(PreparedModel):
         self.__dict__["versions"], self.__dict__["evened"] = None, 0
         self.__dict__["listed"] = list[torch.Tensor]()
         self.__dict__["told_unlike"], self.__dict__["gives"] = False, None
-        self.__dict__["called"] = self.__dict__["around"] = self.__dict__["through"] = False
+        self.__dict__["called"] = self.__dict__["through"] = False
 
     @property
     def world(self) -> World:

@@ -58,7 +58,7 @@ class Adoption(Adopter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told_of_around = self._differentiates = False
+        self._differentiates = False
         self._scaled_beside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def compute(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
@@ -70,7 +70,6 @@ class Adoption(Adopter):
             if again is not None:
                 return again(*args, **kwargs)
         if torch.is_grad_enabled():
-            model.__dict__["around"] = not self.through and (model.around or not model.called)
             model.__dict__["through"] = self.syncs
         if self.gathers and model.world.device.type != "cpu":
             # As FSDP does, of which a script may make use.
@@ -177,7 +176,6 @@ class Adoption(Adopter):
                 + ("." if given else "; or use a strategy that leaves gradients whole, such as "
                    "ddp, in a script that leaves the division of data to it.")
             )  # fmt: skip
-        self._tell_of_around(one)
         with contextlib.ExitStack() as around:
             around.enter_context(self.engine_calls())
             if retains:
@@ -390,21 +388,6 @@ class Adoption(Adopter):
                 for one, grad in zip(asked, found.values() if named else found, strict=True)
             ]
         return dict(zip(inputs, grads, strict=True)) if named else tuple(grads)
-
-    def _tell_of_around(self, trained: AdoptedOptimizer) -> None:
-        """Warn once of gradients that DDP would leave to each rank."""
-        model = trained.model
-        if not isinstance(model, AdoptedModel) or not model.around or self._told_of_around:
-            return
-        if trained.same_parameters and not trained.by_own_gradients and trained.world.size > 1:
-            self._told_of_around = True
-            log.warning(
-                "this loss comes of a call of %s itself, as model.module(…), and not of the "
-                "DistributedDataParallel around it. DDP leaves the gradients of such a pass to "
-                "each rank, so that replicas drift apart; here they are averaged over ranks as in "
-                "every other pass. Call the wrapper, and both do the same.",
-                type(model.module).__name__,
-            )
 
 
 adoption = Adoption()

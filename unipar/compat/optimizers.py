@@ -108,7 +108,7 @@ class PreparedOptimizer(Optimizer):
         self._carried = CarriedGradients()
         self._last: StepResult | None = None
         self._may_thaw: list[tuple[str, weakref.ref[nn.Parameter]]] = []
-        self._told_of_zeros = self._told_of_own = self._dropped = False
+        self._told_of_zeros = self._told_of_own = self._dropped = self._ends_own = False
 
     @property
     def model(self) -> PreparedModel | None:
@@ -300,7 +300,8 @@ class PreparedOptimizer(Optimizer):
         self._tell_of_thawed()
         if not self._carried.take_zeros():
             raise self._put_before()
-        self.synced |= not (training.leaves_own if unsynced is None else unsynced)
+        self._ends_own = training.leaves_own if unsynced is None else unsynced
+        self.synced |= not self._ends_own
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
@@ -442,7 +443,7 @@ class PreparedOptimizer(Optimizer):
         own = self._may_step_own()
         if self._carried or own:
             self.fetch_gradients()
-        if not (self.synced or own or self.alike):
+        if self._ends_own and not (own or self.alike):
             self._tell_of_own()
         limit, norm, engine = self._limit, self._norm, training.engine
         put_in_place(self.optimizer.param_groups)
@@ -482,10 +483,11 @@ class PreparedOptimizer(Optimizer):
         if world.size > 1 and world.is_main and not self._told_of_own:
             self._told_of_own = True
             log.warning(
-                "all backward passes of a step were within no_sync(): the framework of the script "
-                "steps on each rank by its own gradient then, and strategy '%s' steps by the mean "
-                "over ranks. Leave the last pass of a step out of no_sync(), and both do the same; "
-                "or use ddp, which steps as the script does.",
+                "the last backward pass of a step was within no_sync(), or around the wrapper of "
+                "the model: the framework of the script leaves its gradients to each rank, which "
+                "steps by its own then, and strategy '%s' steps by the mean over ranks. Have the "
+                "last pass of a step by the wrapper and out of no_sync(), and both do the same; or "
+                "use ddp, which steps as the script does.",
                 self._session.strategy.name,
             )
 

@@ -33,8 +33,7 @@ class Script:
         draws: random numbers of ranks that know nothing of each other.
         inside: whether what is called now is called by an engine.
         retains: whether the backward pass under way is to leave its graph.
-        through: whether a model is called through the wrapper that the script has put around it.
-        syncs: whether that sums over ranks the gradients of the pass that it calls.
+        syncs: whether DDP calls a model, and sums over ranks the gradients of that pass.
         gathers: whether the script takes state dicts on all ranks, as under FSDP.
         rank0_only: whether only the first of them wants those.
         optim_rank0_only: whether only that wants those of optimizers.
@@ -45,8 +44,7 @@ class Script:
     """
 
     def __init__(self) -> None:
-        self.aware = self.inside = self.retains = False
-        self.through = self.syncs = False
+        self.aware = self.inside = self.retains = self.syncs = False
         self.draws: CommonDraws | None = None
         self.sums_in_backward = self.by_ddp = self.accumulates = False
         self.gathers = self.rank0_only = self.optim_rank0_only = False
@@ -78,10 +76,6 @@ class Script:
     def engine_calls(self) -> contextlib.AbstractContextManager[None]:
         """Leave what is called to torch: an engine calls it."""
         return _While(self, "inside")
-
-    def wrapping(self) -> contextlib.AbstractContextManager[None]:
-        """Around a call of a model by the wrapper that the script has put around it."""
-        return _While(self, "through")
 
     def syncing(self) -> contextlib.AbstractContextManager[None]:
         """Around a call by a wrapper that sums gradients over ranks in the backward pass of it."""

@@ -42,8 +42,7 @@ class _Wrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._moves_inputs and (device := next(self.module.parameters()).device).type != "cpu":
             args, kwargs = move_to((args, kwargs), device)
-        with adoption.wrapping():
-            return self.module(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.module.zero_grad(set_to_none)
