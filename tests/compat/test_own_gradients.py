@@ -129,6 +129,22 @@ def zeros_before_two_passes(script: Script) -> list[float]:
     return []
 
 
+def put_before(script: Script, *, at: str) -> list[float]:
+    """Something is there when a loss comes: DDP would average it with its gradients."""
+    for step in range(2):
+        script.optimizer.zero_grad(set_to_none=at != "zeros")
+        if at == "first":
+            script.parameters[0].grad = torch.ones(1, 4)
+        loss = script.loss(step)
+        if at == "between":
+            script.parameters[0].grad = torch.ones(1, 4)
+        if at == "zeros" and script.parameters[0].grad is not None:
+            script.parameters[0].grad += 1
+        loss.backward()
+        script.optimizer.step()
+    return []
+
+
 def run(act: Callable[[Script], list[float]], *, wraps: bool = True) -> list[float]:
     script = Script(wraps=wraps)
     found = act(script)
@@ -138,7 +154,15 @@ def run(act: Callable[[Script], list[float]], *, wraps: bool = True) -> list[flo
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "act",
-    [by_hand, accumulated, in_turn, zeros, zeros_after_the_pass, zeros_before_two_passes],
+    [
+        by_hand,
+        accumulated,
+        in_turn,
+        zeros,
+        zeros_after_the_pass,
+        zeros_before_two_passes,
+        *(partial(put_before, at=at) for at in ("first", "between", "zeros")),
+    ],
 )
 def test_they_are_as_in_pytorch_where_they_are_whole(
     world_pool: Any, act: Any, strategy: str
@@ -177,29 +201,6 @@ def test_each_rank_steps_by_its_own_as_under_ddp(world_pool: Any) -> None:
         assert found == pytest.approx(expected, rel=1e-4)
 
 
-def put_before(script: Script, *, at: str) -> list[float]:
-    """Something is there when a loss comes: DDP would average it with its gradients."""
-    for step in range(2):
-        script.optimizer.zero_grad(set_to_none=at != "zeros")
-        if at == "first":
-            script.parameters[0].grad = torch.ones(1, 4)
-        loss = script.loss(step)
-        if at == "between":
-            script.parameters[0].grad = torch.ones(1, 4)
-        if at == "zeros" and script.parameters[0].grad is not None:
-            script.parameters[0].grad += 1
-        loss.backward()
-        script.optimizer.step()
-    return []
-
-
-@pytest.mark.parametrize("at", ["first", "between", "zeros"])
-def test_what_a_step_would_be_without_is_refused(world_pool: Any, at: str) -> None:
-    act = partial(put_before, at=at)
-    for said in world_pool(2).run(plainly, "ddp", partial(run, act)):
-        assert "there are gradients in p.grad that did not come of loss.backward()" in said
-
-
 def nothing(script: Script) -> list[float]:
     script.loss(0)
     script.optimizer.step()
@@ -211,6 +212,11 @@ def nothing(script: Script) -> list[float]:
     [
         (nothing, "ddp", "loss.backward() was not called since the last step."),
         (by_hand, "ddp:shard_optimizer=true", "use ddp, without shard_optimizer."),
+        (
+            partial(put_before, at="first"),
+            "ddp:shard_optimizer=true",
+            "or use a strategy that leaves gradients and optimizers whole, such as ddp.",
+        ),
         (by_hand, "zero2", "or without the engine's own backward pass"),
         (by_hand, "fsdp", "torch.autograd.grad was asked for the gradient of parameter"),
     ],

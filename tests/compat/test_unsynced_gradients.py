@@ -6,7 +6,7 @@ Every script is run by PyTorch's own DDP, too, and both give each rank the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,11 +36,12 @@ DATA = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0))
 class Script:
     """Trains by DDP, of PyTorch's own (``native``) or of a face's."""
 
-    def __init__(self, face: str) -> None:
+    def __init__(
+        self, face: str, model: nn.Module, updated: nn.Module, beside: Script | None = None
+    ) -> None:
         self.face, self.rank = face, current.placement().rank
         self.found: list[float] = []
-        model = Heads(4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(updated.parameters(), lr=0.1, momentum=0.9)
         self.optimizer: Any = optimizer
         self.backward: Callable[[torch.Tensor], None] = lambda loss: loss.backward()
         self.clip_by: Callable[..., Any] = nn.utils.clip_grad_norm_
@@ -54,9 +55,9 @@ class Script:
             self.model = DistributedDataParallel(model, find_unused_parameters=True)
             self.clip_by = clip_grad_norm_
         elif face == "accelerate":
-            accelerator = Accelerator(
-                kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
-            )
+            unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+            accelerator = beside.accelerator if beside else Accelerator(kwargs_handlers=[unused])
+            self.accelerator: Any = accelerator
             self.model, self.optimizer = accelerator.prepare(model, optimizer)
             self.backward, self.clip_by = accelerator.backward, accelerator.clip_grad_norm_
             self._no_sync = lambda: accelerator.no_sync(self.model)
@@ -171,12 +172,44 @@ def added(script: Script) -> None:
         script.step()
 
 
+def penalized(script: Script) -> None:
+    """A penalty that comes first, of another size on each rank, is averaged with the loss."""
+    for number in range(3):
+        penalty = script.parameters[0].square().sum() * (1 + script.rank)
+        penalty.backward()
+        script.backward(script.loss(number))
+        script.note()
+        script.step()
+
+
+def outside(script: Script) -> None:
+    """What the optimizer has not adds up from step to step, and is clipped with the rest."""
+    clip = script.clip_by if script.face == "ddp" else nn.utils.clip_grad_norm_
+    for number in range(3):
+        script.local(number, head=1)
+        script.backward(script.loss(number))
+        script.found.append(float(clip(script.parameters, 0.5)))
+        script.note()
+        script.step()
+
+
 def kept(script: Script) -> None:
     """What a step of each rank's own leaves is averaged with the next pass."""
     for number in range(0, 6, 2):
         script.local(number)
         script.optimizer.step()
         script.loss(number + 1).backward()
+        script.note()
+        script.step()
+
+
+def passed_backward(script: Script) -> None:
+    """It is the forward pass that is within the block, or is not."""
+    for number in range(4):
+        with script.no_sync() if number % 2 else nullcontext():
+            loss = script.loss(number)
+        with nullcontext() if number % 2 else script.no_sync():
+            script.backward(loss)
         script.note()
         script.step()
 
@@ -195,13 +228,16 @@ def around(script: Script) -> None:
 
 
 def run(act: Callable[[Script], None], face: str) -> list[float]:
-    script = Script(face)
+    model = Heads(4)
+    script = Script(face, model, model.heads[0] if act is outside else model)
     act(script)
     return [*script.found, *(x for p in script.parameters for x in p.detach().flatten().tolist())]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("act", [perturbed, averaged, drifting, changed, added, kept, around])
+@pytest.mark.parametrize(
+    "act", [perturbed, averaged, drifting, changed, added, kept, around, penalized, outside]
+)
 def test_each_rank_has_what_ddp_leaves_it(world_pool: Any, act: Any, strategy: str) -> None:
     expected = world_pool(2).run(under, "ddp", run, act, "native")
     found = world_pool(2).run(plainly, strategy, partial(run, act, "ddp"))
@@ -210,7 +246,7 @@ def test_each_rank_has_what_ddp_leaves_it(world_pool: Any, act: Any, strategy: s
 
 
 def left(first: bool) -> list[float]:
-    script = Script("ddp")
+    script = Script("ddp", model := Heads(4), model)
     if first:
         script.loss(0).backward()
     script.local(1)
@@ -228,8 +264,39 @@ def test_a_strategy_that_sums_them_all_the_same_says_so(world_pool: Any, first: 
 
 
 @pytest.mark.parametrize("face", ["accelerate", "colossalai", "fabric"])
-@pytest.mark.parametrize("act", [perturbed, averaged, drifting, changed])
+@pytest.mark.parametrize(
+    "act", [perturbed, averaged, drifting, changed, passed_backward, penalized, outside]
+)
 def test_so_it_has_behind_other_faces(world_pool: Any, act: Any, face: str) -> None:
     expected = world_pool(2).run(under, "ddp", run, act, "native")
     for one, own in zip(world_pool(2).run(under, "ddp", run, act, face), expected, strict=True):
+        assert one == pytest.approx(own, rel=1e-5, abs=1e-6)
+
+
+def critical(face: str) -> list[float]:
+    """A critic's own passes are each rank's own, and a generator's loss goes through it."""
+    torch.manual_seed(0)
+    made, judged = nn.Linear(4, 4), nn.Linear(4, 1)
+    generator = Script(face, made, made)
+    critic = Script(face, judged, judged, generator)
+    for x in DATA[:3, critic.rank]:
+        generator.optimizer.zero_grad()
+        generator.backward(critic.model(generator.model(x)).mean())
+        generator.optimizer.step()
+        critic.optimizer.zero_grad()
+        with critic.no_sync():
+            critic.backward(critic.model(generator.model(x).detach()).square().mean())
+        critic.note()
+        critic.optimizer.step()
+    return [*critic.found, *(x for p in critic.parameters for x in p.detach().flatten().tolist())]
+
+
+@pytest.mark.parametrize("face", ["ddp", "accelerate"])
+def test_a_pass_of_another_models_loss_is_one_of_its_own(world_pool: Any, face: str) -> None:
+    expected = world_pool(2).run(under, "ddp", critical, "native")
+    if face == "ddp":
+        found = [one[0] for one in world_pool(2).run(plainly, "ddp", partial(critical, "ddp"))]
+    else:
+        found = world_pool(2).run(under, "ddp", critical, face)
+    for one, own in zip(found, expected, strict=True):
         assert one == pytest.approx(own, rel=1e-5, abs=1e-6)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from unipar.checkpoint.load import agree
 from unipar.compat.fp32_outputs import cast
@@ -172,12 +171,9 @@ class AdoptedOptimizer(PreparedOptimizer):
     """
 
     calls: ClassVar[Calls] = _CALLS
-    keeps_gradients: ClassVar[bool] = True
     keeps_model: ClassVar[bool] = True
     summed = skips = adds_own = False
     passes = 0
-    _carries_own = False
-    """Whether what is kept from before may be another on each rank."""
 
     @property
     def world(self) -> World:
@@ -197,17 +193,10 @@ class AdoptedOptimizer(PreparedOptimizer):
         self._taken = self._held()
         if stored is not None:
             self.import_numbered(stored)
-        self._find_apart()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self._find_apart()
-
-    def _find_apart(self) -> None:
-        """Find what its zero_grad() leaves alone, so that gradients add up from step to step."""
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        module = self._known().engine.module
-        self._apart = [p for p in module.parameters() if id(p) not in held]
 
     def number(self, group: Mapping[str, Any], model: Any = None) -> None:
         """Count the parameters of a group after those of the groups before it."""
@@ -274,46 +263,27 @@ class AdoptedOptimizer(PreparedOptimizer):
                 "optimizer.zero_grad() before this loss.backward(); p.grad = None is not seen."
             )
         # DDP alone leaves them to each rank by its forward pass.
-        apart = self._known().leaves_own if self.same_parameters else unsynced
-        own = self.by_own_gradients and apart
-        used = self.by_own_gradients and self.begun and self._known().engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
-        if used or (own and self.synced and self.begun):
-            # DDP adds this pass's to what the ranks have summed already.
-            self.fetch_gradients()
-            for p in self._trained():
-                if p.grad is not None:
-                    self._carried.keep([(p, p.grad.clone())])
-                    p.grad = None
-            self._known().engine.zero_grad()
-            self.begun = self.synced = False
-            self._carries_own = True
-        self._carries_own |= self.uncleared and self.steps_own
-        self._keep_what_is_there()
-        if self._carries_own and not own and self.world.size > 1:
-            # It sums all that is there.
-            self._carried.average(self._trained(), self.world)
-            self._carries_own = False
-        self.adds_own = apart
+        self.adds_own = self._known().leaves_own if self.same_parameters else unsynced
 
-    def _trained(self) -> Iterable[nn.Parameter]:
-        return self._known().engine.module.parameters()
+    @property
+    def sums_what_is_there(self) -> bool:
+        return self.by_own_gradients and not self.alike
 
-    def _keep_what_is_there(self) -> None:
-        engine = self._known().engine
+    def _keep_what_is_there(self, *, own: bool) -> None:
+        engine, parameters = self._known().engine, self._known().engine.module.parameters()
         fetched = self.alike and self.begun and self.lends_gradients and engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
-        stays: Iterable[torch.Tensor] = ()
         if self.uncleared or fetched or (self.steps_by_hand and not self.begun):
-            # PyTorch would add to what is there, which is reduced already.
-            stays, self.uncleared = self._trained(), False
+            # PyTorch would add to what is there, which is reduced already, or each rank's own.
+            self._carries_own |= self.uncleared and self.steps_own
+            self._set_aside(parameters)
+            self.uncleared = False
+            if fetched:
+                engine.zero_grad()
+                self.begun = False
+        elif not (self.alike or self.strayed):
+            super()._keep_what_is_there(own=own)
         elif self.lends_gradients and not self.begun:
-            stays = self._apart
-            others = not (self.alike or self.strayed)
-            if others and self._has_gradients(but=self._carried.zeros):
-                raise self._put_before()
-        self._carried.keep((p, p.grad.clone()) for p in stays if p.grad is not None)
-        if fetched:
-            engine.zero_grad()
-            self.begun = False
+            self._set_aside(self._apart)
 
     def backward(self, loss: torch.Tensor, **how: Any) -> None:
         super().backward(loss, unsynced=self.adds_own, **how)
@@ -366,10 +336,6 @@ class AdoptedOptimizer(PreparedOptimizer):
                     "gradients whole, such as ddp."
                 )
         return self.clip(max_norm, self.world.device)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._carries_own = False
 
     def take_step(self) -> None:
         engine = self._known().engine

@@ -270,7 +270,7 @@ class Adoption(Adopter):
             ConfigError: an engine would clear its gradients as a step begins.
         """
         for one in found:
-            if not (one.steps_by_hand or (one.begun and one.by_own_gradients)):
+            if not (one.steps_by_hand or one.by_own_gradients):
                 raise ConfigError(
                     "this loss is made of weights of "
                     f"{type(one.model and one.model.module).__name__}, and not of a call of it, so "

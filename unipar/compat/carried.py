@@ -12,11 +12,7 @@ from unipar.world import World
 
 
 class CarriedGradients:
-    """What the step of a script is by, too: engines begin each step without any gradient.
-
-    Attributes:
-        zeros: ids of the parameters whose gradients were cleared to zeros before the step begins.
-    """
+    """What the step of a script is by, too: engines begin each step without any gradient."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -28,7 +24,12 @@ class CarriedGradients:
 
     @property
     def zeros(self) -> set[int]:
-        return {id(parameter) for parameter, *_ in self._put}
+        """Ids of parameters whose gradients were cleared to zeros, and are these still."""
+        return {
+            id(parameter)
+            for parameter, zero, version in self._put
+            if parameter.grad is zero and zero._version == version
+        }
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -42,14 +43,10 @@ class CarriedGradients:
             parameter.grad = zero = torch.zeros_like(parameter)
             self._put.append((parameter, zero, zero._version))
 
-    def take_zeros(self) -> bool:
-        """As a step begins, take along the zeros that are noted; false if they are none by now."""
-        put, self._put = self._put, []
-        self._zeroed += [parameter for parameter, *_ in put]
-        return all(
-            parameter.grad is None or (parameter.grad is zero and zero._version == version)
-            for parameter, zero, version in put
-        )
+    def take_zeros(self) -> None:
+        """As a step begins, take along the zeros that are noted."""
+        self._zeroed += [parameter for parameter, *_ in self._put]
+        self._put = []
 
     def keep(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Keep gradients aside until :meth:`add`."""

@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from unipar.compat.own_methods import run_own
 from unipar.compat.parts_of_state import PartsOfState
 from unipar.compat.run import current, own_randomness
 from unipar.engine import PrecisionPolicy, StepEngine, share_scale
-from unipar.engine.absent import LoopCalls
+from unipar.engine.absent import AbsentGradient, LoopCalls
 from unipar.engine.guard import FindUnused
 from unipar.engine.held_groups import HeldGroups
 from unipar.engine.replaced import put_in_place
@@ -76,8 +76,6 @@ class PreparedOptimizer(Optimizer):
     """
 
     calls: ClassVar[Calls] = Calls()
-    keeps_gradients: ClassVar[bool] = False
-    """Whether it looks itself at what is there as a step's first backward pass begins."""
     keeps_model: ClassVar[bool] = False
     """Whether it holds its model, which else goes when the script lets go of it."""
     same_parameters: bool = False
@@ -101,7 +99,7 @@ class PreparedOptimizer(Optimizer):
         self._model: Callable[[], PreparedModel | None] = lambda: None
         self.training: Training | None = None
         self.begun = self.cleared = self.strayed = self.uncleared = self.stepped = False
-        self.synced = self.steps_own = False
+        self.synced = self.steps_own = self._carries_own = False
         self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
         self._limit: float | None = None
         self._norm: StepNorm | None = None
@@ -198,7 +196,7 @@ class PreparedOptimizer(Optimizer):
                     if (call := held()) is not None:
                         call()
 
-                engine.lend_gradients(fetch, self._unused_finder(), kept=self.keeps_gradients)
+                engine.lend_gradients(fetch, self._unused_finder(), kept=True)
             elif world.size > 1:
                 # What is there before the step is one rank's, where a script expects the mean.
                 engine.reducer.hides_gradients = True
@@ -219,8 +217,15 @@ class PreparedOptimizer(Optimizer):
         # A scheduler that a script has left over has this optimizer, and is to hold no model.
         self._model = (lambda: model) if self.keeps_model else weakref.ref(model)
         self.training = model.trained_by(engine, self.drop)
+        self._find_apart()
         self.training.shares_buffers = shares
         _MODELS[engine] = weakref.ref(model)
+
+    def _find_apart(self) -> None:
+        """Find what its zero_grad() leaves alone."""
+        held = {id(one) for one in self._updated()}
+        module = self._known().engine.module
+        self._apart = [one for one in module.parameters() if id(one) not in held]
 
     def _hold_groups(self, engine: StepEngine) -> None:
         """Have the engine look at the groups that the script has."""
@@ -298,10 +303,15 @@ class PreparedOptimizer(Optimizer):
                 "a strategy that leaves gradients whole, such as ddp."
             )
         self._tell_of_thawed()
-        if not self._carried.take_zeros():
-            raise self._put_before()
-        self._ends_own = training.leaves_own if unsynced is None else unsynced
-        self.synced |= not self._ends_own
+        own = training.leaves_own if unsynced is None else unsynced
+        self._keep_what_is_there(own=own)
+        self._carried.take_zeros()
+        if self._carries_own and not own and self._session.world.size > 1:
+            # DDP sums all that is there.
+            self._carried.average(training.engine.module.parameters(), self._session.world)
+            self._carries_own = False
+        self._ends_own = own
+        self.synced |= not own
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
@@ -320,6 +330,54 @@ class PreparedOptimizer(Optimizer):
             raise
         self.begun = True
         training.end_pass()
+
+    @property
+    def sums_what_is_there(self) -> bool:
+        """Whether a pass is added to whatever is in ``p.grad``, and all of it summed over ranks."""
+        divided = self._session.capabilities.sharded & {"parameters", "optimizer"}
+        return self.lends_gradients and self.clears and not (divided or self.alike)
+
+    def _keep_what_is_there(self, *, own: bool) -> None:
+        """Before a backward pass: keep gradients to which PyTorch adds, and an engine does not.
+
+        Args:
+            own: whether the framework leaves the gradients of this pass to each rank.
+
+        Raises:
+            ConfigError: the strategy has no place for them.
+        """
+        training = self._known()
+        engine = training.engine
+        if self.begun:
+            used = isinstance(engine, StepEngine) and engine.fetched
+            if self.sums_what_is_there and (used or (own and self.synced)):
+                self.fetch_gradients()
+                self._set_aside(engine.module.parameters())
+                engine.zero_grad()
+                self.begun = self.synced = False
+                self._carries_own = True
+            return
+        if not self.clears or training.failed:
+            return
+        if self.lends_gradients:
+            # What the script's zero_grad() leaves alone adds up from step to step.
+            self._set_aside(self._apart)
+        if not self.uncleared and self._has_gradients(but=self._carried.zeros):
+            if not self.sums_what_is_there:
+                raise self._put_before()
+            self._set_aside(self._updated())
+            self._carries_own = True
+
+    def _set_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        zeros = self._carried.zeros
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) not in zeros:
+                self._carried.keep([(parameter, parameter.grad.clone())])
+                parameter.grad = None
+
+    def _updated(self) -> Iterator[nn.Parameter]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
 
     def _tell_of_thawed(self) -> None:
         """Warn once of parameters that the script's framework would not train so."""
@@ -487,7 +545,7 @@ class PreparedOptimizer(Optimizer):
                 "the model: the framework of the script leaves its gradients to each rank, which "
                 "steps by its own then, and strategy '%s' steps by the mean over ranks. Have the "
                 "last pass of a step by the wrapper and out of no_sync(), and both do the same; or "
-                "use ddp, which steps as the script does.",
+                "use ddp in fp32 or bf16, which steps as the script does.",
                 self._session.strategy.name,
             )
 
@@ -502,8 +560,7 @@ class PreparedOptimizer(Optimizer):
         training = self._known()
         held: list[nn.Parameter] = []
         if self.lends_gradients:
-            updated = (p for group in self.optimizer.param_groups for p in group["params"])
-            held = [p for p in (updated if of is None else of) if p.grad is not None]
+            held = [p for p in (self._updated() if of is None else of) if p.grad is not None]
         if self.begun or training.failed or not self.lends_gradients:
             training.engine.zero_grad()
         for parameter in held:
@@ -533,14 +590,18 @@ class PreparedOptimizer(Optimizer):
 
     def _has_gradients(self, but: Collection[int] = ()) -> bool:
         """Whether something is in ``parameter.grad`` of what it updates, but for these ids."""
-        held = (one for group in self.optimizer.param_groups for one in group["params"])
-        return any(one.grad is not None and id(one) not in but for one in held)
+        return any(
+            one.grad is not None and id(one) not in but and not isinstance(one.grad, AbsentGradient)
+            for one in self._updated()
+        )
 
     def _put_before(self) -> ConfigError:
         return ConfigError(
-            f"there are gradients in p.grad that did not come of {self.calls.backward}: PyTorch "
-            "would add to them, and an engine begins each step without any. Clear them by "
-            "optimizer.zero_grad(), and change gradients after the last backward pass of a step."
+            "there are gradients in p.grad before the first backward pass of a step by "
+            f"{self.calls.backward} of what a call of the model gave: PyTorch would add to them, "
+            "and an engine begins each step without any. Clear them by optimizer.zero_grad(), add "
+            "penalties to the loss, and change gradients after the last backward pass of a step; "
+            "or use a strategy that leaves gradients and optimizers whole, such as ddp."
         )
 
     def _own_gradients(self) -> str:
@@ -566,7 +627,7 @@ class PreparedOptimizer(Optimizer):
 
     def _forget(self) -> None:
         self.begun, self._limit, self._norm = False, None, None
-        self.synced = False
+        self.synced = self._carries_own = False
         self._carried.forget()
         self._known().uses_alike = True
 

@@ -46,8 +46,9 @@ def trained_by(
         )
     if not found:
         raise ConfigError(
-            "this loss was computed by no model whose optimizer is prepared. Prepare the model and "
-            f"its optimizer, {calls.optimized}, and call the model that this gives back."
+            "this loss was computed by no call of a model whose optimizer is prepared. Prepare the "
+            f"model and its optimizer, {calls.optimized}, and call the model that this gives back; "
+            "add what is made of weights alone, as a penalty is, to such a loss."
         )
     # A GAN's loss of its generator goes through the critic, which only its own loss is to
     # train: the script clears the gradients of the one that it trains, or that comes first.
@@ -60,6 +61,10 @@ def trained_by(
     else:
         # It adds to what a step has already, be that meant or not.
         chosen = [one for one in found if one in named or one in cleared or one.begun]
+    for one in found:
+        if one not in chosen and one.training is not None:
+            # The pass goes through DDP's hooks all the same.
+            one.training.end_pass()
     for one in trained:
         one.cleared = one.stepped = False
         one.strayed |= one in found and one not in chosen

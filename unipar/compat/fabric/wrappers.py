@@ -217,9 +217,6 @@ class FabricOptimizer(PreparedOptimizer):
         self.fetch_gradients()
         return nn.utils.clip_grad_norm_(self._updated(), max_norm)
 
-    def _updated(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _check_begun(self) -> None:
         if not self.begun:
             raise ConfigError(
