@@ -345,10 +345,10 @@ def test_what_ddp_would_leave_to_each_rank_is_told_once(tmp_path: Path) -> None:
     found, said = ranks_say(by_face(LEFT_TO_EACH_RANK), tmp_path)
     assert len(set(expected)) > 5
     assert found[:4] == expected[:4]
-    # Replicas stay alike.
-    assert len(set(found)) == 5
+    # Replicas stay alike until two passes go around the wrapper, as under DDP.
+    assert len(set(found)) == 3 + 2 * 2
     assert said.count("0.bias, 0.weight: frozen when DistributedDataParallel took the model") == 2
-    assert said.count("a call of Sequential itself, as model.module(…)") == 2
+    assert "no_sync()" not in said
 
 
 AVERAGES = """\
