@@ -362,7 +362,7 @@ class PreparedOptimizer(Optimizer):
         if self.lends_gradients:
             # What the script's zero_grad() leaves alone adds up from step to step.
             self._set_aside(self._apart)
-        if not self.uncleared and self._has_gradients(but=self._carried.zeros):
+        if not self.uncleared and self._has_put():
             if not self.sums_what_is_there:
                 raise self._put_before()
             self._set_aside(self._updated())
@@ -588,12 +588,15 @@ class PreparedOptimizer(Optimizer):
             if isinstance(training.engine, StepEngine):
                 training.engine.note_gradients()
 
-    def _has_gradients(self, but: Collection[int] = ()) -> bool:
-        """Whether something is in ``parameter.grad`` of what it updates, but for these ids."""
-        return any(
-            one.grad is not None and id(one) not in but and not isinstance(one.grad, AbsentGradient)
-            for one in self._updated()
-        )
+    def _has_gradients(self) -> bool:
+        """Whether something is in ``parameter.grad`` of what it updates."""
+        return any(one.grad is not None for one in self._updated())
+
+    def _has_put(self) -> bool:
+        """Whether the script has put gradients there, and not an engine or ``zero_grad``."""
+        zeros = self._carried.zeros
+        found = (one for one in self._updated() if one.grad is not None and id(one) not in zeros)
+        return any(not isinstance(one.grad, AbsentGradient) for one in found)
 
     def _put_before(self) -> ConfigError:
         return ConfigError(
