@@ -204,11 +204,6 @@ class AdoptedOptimizer(PreparedOptimizer):
         self._numbered.append([model.name_of(one) or "" for one in group["params"]])
 
     @property
-    def divided(self) -> bool:
-        """Whether each rank has a part of the state."""
-        return bool(self._session.capabilities.sharded & {"parameters", "optimizer"})
-
-    @property
     def steps_by_hand(self) -> bool:
         """Whether a script may step by what it has put into ``parameter.grad`` itself."""
         return self.alike and self.lends_gradients and not self.strayed
@@ -345,8 +340,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         assert isinstance(self.model, AdoptedModel)
         if evens:
             self.model.even_out_weights()
-        by_hand = self.is_by_hand
-        if not by_hand:
+        if not self.is_by_hand:
             if self.skips and self._limit is None:
                 # The norm tells whether gradients are finite.
                 self._limit = math.inf

@@ -113,6 +113,11 @@ class PreparedOptimizer(Optimizer):
         """What it updates, once both are prepared."""
         return self._model()
 
+    @property
+    def divided(self) -> bool:
+        """Whether each rank has a part of the state."""
+        return bool(self._session.capabilities.sharded & {"parameters", "optimizer"})
+
     def model_among(self, models: Iterable[PreparedModel]) -> PreparedModel | None:
         """The model that this optimizer updates; ``None`` if it is not among these.
 
@@ -334,8 +339,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def sums_what_is_there(self) -> bool:
         """Whether a pass is added to whatever is in ``p.grad``, and all of it summed over ranks."""
-        divided = self._session.capabilities.sharded & {"parameters", "optimizer"}
-        return self.lends_gradients and self.clears and not (divided or self.alike)
+        return self.lends_gradients and self.clears and not (self.divided or self.alike)
 
     def _keep_what_is_there(self, *, own: bool) -> None:
         """Before a backward pass: keep gradients to which PyTorch adds, and an engine does not.
@@ -525,10 +529,9 @@ class PreparedOptimizer(Optimizer):
     def _may_step_own(self) -> bool:
         """Whether the step is by what the framework has left each rank, and can be."""
         engine = self._known().engine
-        divided = self._session.capabilities.sharded & {"parameters", "optimizer"}
         return (
             self.is_own
-            and not divided
+            and not self.divided
             and isinstance(engine, StepEngine)
             and engine.precision.scaler is None
             # What the engine clips in its steps it has reduced.
@@ -779,7 +782,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def _refuse_parts(self) -> None:
-        if self._session.capabilities.sharded & {"parameters", "optimizer"}:
+        if self.divided:
             raise ConfigError(
                 f"strategy '{self._session.strategy.name}' divides the optimizer's state among "
                 "ranks, so its state_dict() here is only a part. Call "
