@@ -21,6 +21,7 @@ from unipar.compat.colossalai.booster.plugin import TorchDDPPlugin
 from unipar.compat.fabric import Fabric
 from unipar.compat.native.wrappers import DistributedDataParallel
 from unipar.compat.run import current
+from unipar.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -261,3 +262,32 @@ def test_one_loss_trains_all_that_it_goes_through(world_pool: Any, face: str, cl
         world_pool(2).run(under, "ddp", together, face, clears), expected, strict=True
     ):
         assert found == pytest.approx(by_hand, rel=1e-5, abs=1e-6)
+
+
+def divided() -> list[str]:
+    """What is said where each rank has a part of the gradients, which one loss leaves in one."""
+    accelerator = Accelerator()
+    maker, critic, making, judging = accelerator.prepare(*networks())
+    x, said = torch.ones(2, 3), list[str]()
+    making.zero_grad()
+    accelerator.backward(critic(maker(x)).sum())
+    try:
+        judging.step()
+    except ConfigError as error:
+        said.append(str(error))
+    making.step()
+    try:
+        accelerator.backward(critic(maker(x).detach()).sum())
+    except ConfigError as error:
+        said.append(str(error))
+    return said
+
+
+def test_gradients_that_another_loss_has_left_in_parts_are_not_added_in_silence(
+    world_pool: Any,
+) -> None:
+    for said in world_pool(2).run(under, "fsdp", divided):
+        stepped, added = said
+        assert "has trained another one" in stepped
+        assert "put them into one nn.Module with one optimizer; or use a strategy" in stepped
+        assert "Call this optimizer's zero_grad() before accelerator.backward(loss)" in added

@@ -300,3 +300,37 @@ def test_a_pass_of_another_models_loss_is_one_of_its_own(world_pool: Any, face: 
         found = world_pool(2).run(under, "ddp", critical, face)
     for one, own in zip(found, expected, strict=True):
         assert one == pytest.approx(own, rel=1e-5, abs=1e-6)
+
+
+def passed_through(face: str, clears: bool) -> list[float]:
+    """What a generator's loss leaves in the critic is read, and cleared or added to."""
+    torch.manual_seed(0)
+    made, judged = nn.Linear(4, 4), nn.Linear(4, 1)
+    generator = Script(face, made, made)
+    critic = Script(face, judged, judged, generator)
+    for x in DATA[:3, critic.rank]:
+        generator.backward(critic.model(generator.model(x)).mean())
+        critic.note()
+        generator.step()
+        if clears:
+            critic.optimizer.zero_grad()
+        critic.backward(critic.model(generator.model(x).detach()).square().mean())
+        critic.note()
+        critic.step()
+    weights = [*generator.parameters, *critic.parameters]
+    return [*critic.found, *(x for p in weights for x in p.detach().flatten().tolist())]
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("face", ["ddp", "accelerate", "colossalai", "fabric"])
+def test_what_another_models_loss_leaves_is_the_mean(
+    world_pool: Any, face: str, clears: bool
+) -> None:
+    expected = world_pool(2).run(under, "ddp", passed_through, "native", clears)
+    if face == "ddp":
+        act = partial(passed_through, "ddp", clears)
+        found = [one[0] for one in world_pool(2).run(plainly, "ddp", act)]
+    else:
+        found = world_pool(2).run(under, "ddp", passed_through, face, clears)
+    for one, own in zip(found, expected, strict=True):
+        assert one == pytest.approx(own, rel=1e-5, abs=1e-6)

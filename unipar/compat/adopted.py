@@ -206,7 +206,7 @@ class AdoptedOptimizer(PreparedOptimizer):
     @property
     def steps_by_hand(self) -> bool:
         """Whether a script may step by what it has put into ``parameter.grad`` itself."""
-        return self.alike and self.lends_gradients and not self.strayed
+        return self.alike and self.lends_gradients
 
     @property
     def is_by_hand(self) -> bool:
@@ -221,9 +221,7 @@ class AdoptedOptimizer(PreparedOptimizer):
     def by_own_gradients(self) -> bool:
         """Whether each rank may step by what it has there, as under DDP."""
         # Horovod averages what is there as it steps, too.
-        return (
-            self.same_parameters and self.lends_gradients and not self.divided and not self.strayed
-        )
+        return self.same_parameters and self.lends_gradients and not self.divided
 
     def _own_gradients(self) -> str:
         if not self.same_parameters or self.by_own_gradients:

@@ -7,7 +7,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from unipar.state import is_dtensor
 from unipar.strategy import Engine, StepResult
 
 log = logging.getLogger("unipar")
+Kind = TypeVar("Kind", bound="PreparedOptimizer")
 LEFT_TO_RANKS = (
     "frozen when {call} took the model, and trained now. {name} leaves the gradients of these to "
     "each rank, so that replicas drift apart; here they are averaged over ranks as all others are. "
@@ -112,6 +113,11 @@ class PreparedOptimizer(Optimizer):
     def model(self) -> PreparedModel | None:
         """What it updates, once both are prepared."""
         return self._model()
+
+    def is_in(self, session: Session) -> bool:
+        """Whether an engine of a session steps it, which no script has let go of."""
+        training = self.training
+        return training is not None and training.engine in session.engines.values()
 
     @property
     def divided(self) -> bool:
@@ -225,6 +231,7 @@ class PreparedOptimizer(Optimizer):
         self._find_apart()
         self.training.shares_buffers = shares
         _MODELS[engine] = weakref.ref(model)
+        _TRAINING.add(self)
 
     def _find_apart(self) -> None:
         """Find what its zero_grad() leaves alone."""
@@ -822,6 +829,14 @@ def zero_unused(
                 parameter.grad = torch.zeros_like(parameter)
 
 
+def training_in(session: Session, kind: type[Kind]) -> list[Kind]:
+    """The optimizers of one class whose models engines of a session train.
+
+    A script may have several objects of its framework, such as two ``Accelerator``.
+    """
+    return [one for one in _TRAINING if isinstance(one, kind) and one.is_in(session)]
+
+
 def share_scale_of(optimizers: Iterable[PreparedOptimizer]) -> None:
     """Have one backward pass leave gradients by one scale in the models of several optimizers.
 
@@ -849,6 +864,8 @@ def frozen_in(module: nn.Module) -> frozenset[str]:
 
 _MODELS: weakref.WeakKeyDictionary[Engine, weakref.ref[PreparedModel]] = weakref.WeakKeyDictionary()
 """The models of engines."""
+_TRAINING: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
+"""Those whose models engines train."""
 
 
 def _release_unused(session: Session) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import torch
 
 from unipar.compat.models import PreparedModel, led_to
-from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.optimizers import Kind, PreparedOptimizer
 from unipar.errors import ConfigError
-
-Chosen = TypeVar("Chosen", bound=PreparedOptimizer)
 
 
 def trained_by(
     loss: torch.Tensor,
-    optimizers: Iterable[Chosen],
+    optimizers: Iterable[Kind],
     model: PreparedModel | None = None,
-) -> list[Chosen]:
+) -> list[Kind]:
     """The optimizer of the model that a loss trains.
 
     Where it may be those of several models, all of them, if gradients of these are whole: as in
@@ -50,17 +47,15 @@ def trained_by(
             f"model and its optimizer, {calls.optimized}, and call the model that this gives back; "
             "add what is made of weights alone, as a penalty is, to such a loss."
         )
-    # A GAN's loss of its generator goes through the critic, which only its own loss is to
-    # train: the script clears the gradients of the one that it trains, or that comes first.
-    named = [one for one in found if one.model is model]
-    cleared = [one for one in found if one.cleared]
-    if not all(one.lends_gradients for one in found):
-        chosen = (named or cleared or found)[:1]
-    elif not cleared or all(one.alike for one in found):
+    if all(one.lends_gradients for one in found):
+        # Those that a script does not clear are added to, as in PyTorch.
         chosen = found
     else:
-        # It adds to what a step has already, be that meant or not.
-        chosen = [one for one in found if one in named or one in cleared or one.begun]
+        # A GAN's loss of its generator goes through the critic, which only its own loss is to
+        # train: the script clears the gradients of the one that it trains, or that comes first.
+        named = [one for one in found if one.model is model]
+        cleared = [one for one in found if one.cleared]
+        chosen = (named or cleared or found)[:1]
     for one in found:
         if one not in chosen and one.training is not None:
             # The pass goes through DDP's hooks all the same.

@@ -42,7 +42,7 @@ from unipar.compat.accelerate.state import AcceleratorState, GradientState
 from unipar.compat.accelerate.tracking import Trackers
 from unipar.compat.accelerate_names import ACCELERATOR, refuse
 from unipar.compat.models import PreparedModel
-from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.optimizers import PreparedOptimizer, training_in
 from unipar.compat.run import current
 from unipar.compat.several_optimizers import fetch_to_clip, trained_by
 from unipar.compat.tables import Table
@@ -421,7 +421,8 @@ class Accelerator(Exchange, Keeping):
         """
         if kwargs:
             refuse("Accelerator.backward(loss, retain_graph=…)")
-        optimizer, *beside = trained_by(loss, self._optimizers)
+        known = training_in(self._session, AcceleratedOptimizer)
+        optimizer, *beside = trained_by(loss, known)
         num = self.gradient_accumulation_steps
         optimizer.backward(
             loss / num if num != 1 else loss,

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from unipar.compat.fabric.keeping import Keeping
 from unipar.compat.fabric.strategies import Strategy
 from unipar.compat.fabric.wrappers import FabricModule, FabricOptimizer, uncompiled
 from unipar.compat.fabric_names import refuse
+from unipar.compat.optimizers import training_in
 from unipar.compat.run import current
 from unipar.compat.several_optimizers import trained_by
 from unipar.compat.tables import Table
@@ -69,11 +70,10 @@ class Fabric(Exchange, Building, Keeping):
     def _set_up_nothing(self) -> None:
         # A script that has done with a model lets go of it, and so do we.
         self._models: WeakKeyDictionary[FabricModule, dict[str, Any]] = WeakKeyDictionary()
-        self._optimizers: WeakSet[FabricOptimizer] = WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         # Sent to a process, where nothing is set up.
-        return {k: v for k, v in self.__dict__.items() if k not in ("_models", "_optimizers")}
+        return {k: v for k, v in self.__dict__.items() if k != "_models"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -243,7 +243,6 @@ class Fabric(Exchange, Building, Keeping):
                 "up its model first, or both: model, optimizer = fabric.setup(model, optimizer)."
             )
         wrapped.takes_up(model, **self._models[model])
-        self._optimizers.add(wrapped)
         return wrapped
 
     def setup_dataloaders(
@@ -285,7 +284,8 @@ class Fabric(Exchange, Building, Keeping):
         """
         if args or kwargs:
             refuse("Fabric.backward(loss, retain_graph=…)")
-        optimizer, *beside = trained_by(tensor, self._optimizers, model)
+        known = training_in(self._session, FabricOptimizer)
+        optimizer, *beside = trained_by(tensor, known, model)
         optimizer.backward(tensor, likely_last=not current.unsynced, beside=beside)
 
     def clip_gradients(

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from unipar.compat.colossalai.booster.plugin_base import Plugin
 from unipar.compat.colossalai_names import refuse
 from unipar.compat.models import Calls, PreparedModel
-from unipar.compat.optimizers import PreparedOptimizer, zero_unused
+from unipar.compat.optimizers import PreparedOptimizer, training_in, zero_unused
 from unipar.compat.run import current
 from unipar.compat.several_optimizers import trained_by
 from unipar.errors import ConfigError
@@ -60,7 +59,6 @@ class BoostedOptimizer(PreparedOptimizer):
         optimizer: the user's.
         session: the open one.
         plugin: of the ``Booster``.
-        others: all optimizers of the run, this one included.
         may_skip: whether a step may leave the weights as they were.
 
     Attributes:
@@ -76,11 +74,10 @@ class BoostedOptimizer(PreparedOptimizer):
         session: Session,
         *,
         plugin: Plugin | None,
-        others: WeakSet[BoostedOptimizer],
         may_skip: bool,
     ) -> None:
         super().__init__(optimizer, session, accumulating=lambda: False, may_skip=may_skip)
-        self._plugin, self._others = plugin, others
+        self._plugin = plugin
         self.unsynced = False
         self.names: list[str] = []
 
@@ -147,7 +144,7 @@ class BoostedOptimizer(PreparedOptimizer):
                 "unless it is told: GeminiPlugin(enable_gradient_accumulation=True)."
             )
         if beside is None and self.training is not None:
-            found = trained_by(loss, self._others, self.model)
+            found = trained_by(loss, training_in(self._session, BoostedOptimizer), self.model)
             # A step on what was not cleared is refused, so nobody needs what would be added to it.
             for one in found:
                 one.strayed |= one.uncleared and one is not self

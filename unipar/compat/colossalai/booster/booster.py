@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from unipar.compat.colossalai.booster.plugin import (
 from unipar.compat.colossalai.booster.plugin_base import Plugin
 from unipar.compat.colossalai.logging import get_dist_logger
 from unipar.compat.colossalai_names import refuse
+from unipar.compat.optimizers import training_in
 from unipar.compat.run import current
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
@@ -36,7 +36,6 @@ _NEVER_TRAINED = (
     "here they are trained as all others are. Thaw them before booster.boost, or leave them "
     "frozen, and both do the same."
 )
-_optimizers: WeakSet[BoostedOptimizer] = WeakSet()
 
 
 class Booster:
@@ -79,8 +78,6 @@ class Booster:
         if plugin is None and device is not None:
             asked["device"] = torch.device(device).type
         self.mixed_precision = mixed_precision
-        if current.session is None:
-            _optimizers.clear()
         self._session = current.open(asked)
         if plugin is not None:
             plugin.warn_of_replicas()
@@ -126,9 +123,8 @@ class Booster:
 
     def _boosted(self, optimizer: Optimizer, model: BoostedModel) -> BoostedOptimizer:
         boosted = BoostedOptimizer(
-            optimizer, self._session, plugin=self.plugin, others=_optimizers,
-            may_skip=self._may_skip,
-        )  # fmt: skip
+            optimizer, self._session, plugin=self.plugin, may_skip=self._may_skip
+        )
         boosted.same_parameters = isinstance(self.plugin, TorchDDPPlugin)
         if self.plugin is not None:
             boosted.own_buffers = not self.plugin.shares_buffers
@@ -144,7 +140,6 @@ class Booster:
         boosted.takes_up(
             model, max_grad_norm=float(max_norm) if max_norm and max_norm > 0 else None
         )  # fmt: skip
-        _optimizers.add(boosted)
         return boosted
 
     # -- a step ----------------------------------------------------------------------------------
@@ -181,7 +176,9 @@ class Booster:
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Iterator[None]:
         """A block of backward passes; an engine reduces gradients when its optimizer steps."""
         held = [
-            one for one in _optimizers if optimizer in (None, one) and model in (None, one.model)
+            one
+            for one in training_in(self._session, BoostedOptimizer)
+            if optimizer in (None, one) and model in (None, one.model)
         ]
         for one in held:
             one.unsynced = True
