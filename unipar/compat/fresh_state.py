@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unipar.compat.readable import are_equal
 from unipar.engine.divisions import constructor_arguments
 
 
@@ -33,7 +33,7 @@ def may_begin(
     if not state or (new is parameter and not divides):
         return True
     begun, made = _as_built(optimizer, group, parameter), _as_built(optimizer, group, new)
-    if made is None or not _are_equal(begun, state):
+    if made is None or not are_equal(begun, state):
         return False
     if new is not parameter:
         del optimizer.state[parameter]
@@ -53,12 +53,3 @@ def _as_built(
         # A script's own class may take anything, and raise anything.
         return None
     return dict(fresh.state[parameter]) if parameter in fresh.state else None
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        # A model may have been moved since the optimizer was built.
-        return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
-    return type(one) is type(other) and bool(one == other)

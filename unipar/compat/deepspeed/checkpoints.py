@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from unipar import checkpoint
 from unipar.compat.deepspeed_config import zero_stage
 from unipar.compat.deepspeed_names import refuse
-from unipar.compat.readable import check_readable
+from unipar.compat.readable import are_equal, check_readable
 from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import CheckpointError, ConfigError
@@ -230,7 +229,7 @@ def _read_own(path: Path, world: World) -> dict[str, Any]:
         first = _read(own)
         ranks = first.get("ranks", 1)
         if ranks not in (1, world.size) and any(
-            not _are_equal(first["client_state"], _read(_own_file(path, rank))["client_state"])
+            not are_equal(first["client_state"], _read(_own_file(path, rank))["client_state"])
             for rank in range(1, ranks)
         ):
             log.warning(
@@ -243,13 +242,3 @@ def _read_own(path: Path, world: World) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     return torch.load(file, weights_only=True, map_location="cpu")
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    (left, made), (right, other_made) = _pytree.tree_flatten(one), _pytree.tree_flatten(other)
-    return made == other_made and all(
-        isinstance(b, torch.Tensor) and a.shape == b.shape and torch.equal(a, b)
-        if isinstance(a, torch.Tensor)
-        else a == b
-        for a, b in zip(left, right, strict=True)
-    )
