@@ -227,8 +227,16 @@ def around(script: Script) -> None:
         script.step()
 
 
-def run(act: Callable[[Script], None], face: str) -> list[float]:
-    model = Heads(4)
+class OneHead(nn.Linear):
+    """Uses all of its parameters, so that ranks may sum a gradient while others are computed."""
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        assert head == 0
+        return super().forward(x)
+
+
+def run(act: Callable[[Script], None], face: str, one: bool = False) -> list[float]:
+    model: Any = OneHead(4, 1) if one else Heads(4)
     script = Script(face, model, model.heads[0] if act is outside else model)
     act(script)
     return [*script.found, *(x for p in script.parameters for x in p.detach().flatten().tolist())]
@@ -270,6 +278,18 @@ def test_a_strategy_that_sums_them_all_the_same_says_so(world_pool: Any, first: 
 def test_so_it_has_behind_other_faces(world_pool: Any, act: Any, face: str) -> None:
     expected = world_pool(2).run(under, "ddp", run, act, "native")
     for one, own in zip(world_pool(2).run(under, "ddp", run, act, face), expected, strict=True):
+        assert one == pytest.approx(own, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("face", ["ddp", "accelerate", "colossalai", "fabric"])
+def test_so_it_is_where_gradients_are_summed_as_they_come(world_pool: Any, face: str) -> None:
+    expected = world_pool(2).run(under, "ddp", run, passed_backward, "native", True)
+    if face == "ddp":
+        act = partial(run, passed_backward, "ddp", True)
+        found = [one[0] for one in world_pool(2).run(plainly, "ddp", act)]
+    else:
+        found = world_pool(2).run(under, "ddp", run, passed_backward, face, True)
+    for one, own in zip(found, expected, strict=True):
         assert one == pytest.approx(own, rel=1e-5, abs=1e-6)
 
 

@@ -333,7 +333,7 @@ class PreparedOptimizer(Optimizer):
                 run = functools.partial(first.backward, loss, beside=rest)
             training.engine.backward(
                 part,
-                likely_last=likely_last and not beside,
+                likely_last=likely_last and not (own or beside),
                 same_parameters=self.same_parameters,
                 run=run,
             )
