@@ -230,9 +230,9 @@ def around(script: Script) -> None:
 class OneHead(nn.Linear):
     """Uses all of its parameters, so that ranks may sum a gradient while others are computed."""
 
-    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, head: int = 0) -> torch.Tensor:
         assert head == 0
-        return super().forward(x)
+        return super().forward(input)
 
 
 def run(act: Callable[[Script], None], face: str, one: bool = False) -> list[float]:

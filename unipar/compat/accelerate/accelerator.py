@@ -397,11 +397,12 @@ class Accelerator(Exchange, Keeping):
         return model.no_sync() if isinstance(model, PreparedModel) else contextlib.nullcontext()
 
     @staticmethod
-    def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         """Have the next backward pass average all gradients that there are over ranks."""
         if isinstance(model, PreparedModel) and model.training_by is not None:
             model.training_by.note_pass(syncs=True)
-        return contextlib.nullcontext()
+        yield
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
