@@ -123,6 +123,13 @@ def after_a_pass(clip: Clip, accelerator: Any, model: Any, x: torch.Tensor) -> N
     clip(accelerator, [list(model.parameters())] * 2)
 
 
+def with_what_no_optimizer_has(accelerator: Any, other: Any, x: torch.Tensor) -> None:
+    net = Net()
+    model, _ = accelerator.prepare(net, torch.optim.SGD(net.outward.parameters(), lr=0.5))
+    accelerator.backward(model(x).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+
+
 def before_one(accelerator: Any, model: Any, x: torch.Tensor) -> None:
     head(accelerator, [list(model.parameters())])
 
@@ -139,6 +146,9 @@ def of_no_model(accelerator: Any, model: Any, x: torch.Tensor) -> None:
          "gradients among ranks"),
         ("fsdp", partial(after_a_pass, values),
          "clip_grad_value_: this strategy divides gradients among ranks"),
+        ("fsdp", with_what_no_optimizer_has,
+         "accelerator.clip_grad_norm_: the optimizer has some of the parameters that are clipped, "
+         "and not inward.weight, inward.bias. Strategy 'fsdp'"),
         ("ddp", before_one, "of 1 parameters came before accelerator.backward(loss)"),
         ("ddp", of_no_model, "none is of a model that accelerator.prepare has"),
     ],

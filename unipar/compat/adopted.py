@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -306,29 +306,6 @@ class AdoptedOptimizer(PreparedOptimizer):
         finally:
             for p, grad in zip(parameters, held, strict=True):
                 p.grad = grad
-
-    def clip_given(self, max_norm: float, given: Sequence[torch.Tensor]) -> torch.Tensor:
-        """:meth:`clip` what a script has given, which may be more than the optimizer steps.
-
-        Raises:
-            ConfigError: it is, and gradients are with what steps alone.
-        """
-        model = self.model
-        assert model is not None
-        if not self.lends_gradients:
-            held = {model.name_of(p) for group in self.param_groups for p in group["params"]}
-            held.update(name for names in self._numbered for name in names)
-            names = [model.name_of(one) for one in given if one.requires_grad]
-            left = [name for name in names if name is not None and name not in held]
-            if left:
-                raise ConfigError(
-                    f"{self.calls.clip}: the optimizer has some of the parameters that are "
-                    f"clipped, and not {first_few(left)}. Strategy "
-                    f"'{self._session.strategy.name}' has the gradients of what it steps alone. "
-                    "Freeze the others (requires_grad_(False)), or use a strategy that leaves "
-                    "gradients whole, such as ddp."
-                )
-        return self.clip(max_norm, self.world.device)
 
     def take_step(self) -> None:
         engine = self._known().engine

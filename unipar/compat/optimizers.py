@@ -107,6 +107,7 @@ class PreparedOptimizer(Optimizer):
         self._carried = CarriedGradients()
         self._last: StepResult | None = None
         self._may_thaw: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        self._left_out: frozenset[str] = frozenset()
         self._told_of_zeros = self._told_of_own = self._dropped = self._ends_own = False
 
     @property
@@ -170,6 +171,9 @@ class PreparedOptimizer(Optimizer):
         if "name" not in asked:
             _release_unused(session)
             asked["name"] = _unused_name(session)
+        held = {model.name_of(one) for one in self._updated()}
+        named = model.module.named_parameters()
+        self._left_out = frozenset(name for name, _ in named if name not in held)
         leaves = self.own_buffers or current.asks_for_own_buffers()
         own = {} if self.alike else model.own_buffers(from_start=leaves)
         with own_randomness(session.world.device):
@@ -477,6 +481,27 @@ class PreparedOptimizer(Optimizer):
         self._limit = float(max_norm)
         self._norm = StepNorm.expected(device, self.calls.clip)
         return self._norm
+
+    def clip_given(self, max_norm: float, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """:meth:`clip` what a script has given, which may be more than the optimizer updates.
+
+        Raises:
+            ConfigError: it is, and gradients are with what steps alone.
+        """
+        model = self.model
+        assert model is not None
+        if self._left_out and not self.lends_gradients:
+            names = [model.name_of(one) for one in given if one.requires_grad]
+            left = [name for name in names if name in self._left_out]
+            if left:
+                raise ConfigError(
+                    f"{self.calls.clip}: the optimizer has some of the parameters that are "
+                    f"clipped, and not {first_few(left)}. Strategy "
+                    f"'{self._session.strategy.name}' has the gradients of what it steps alone. "
+                    "Freeze the others (requires_grad_(False)), or use a strategy that leaves "
+                    "gradients whole, such as ddp."
+                )
+        return self.clip(max_norm, self._session.world.device)
 
     def _refuse_strayed(self) -> None:
         """Refuse a step of a model by a loss that has trained another one."""

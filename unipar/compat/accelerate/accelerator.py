@@ -464,7 +464,7 @@ class Accelerator(Exchange, Keeping):
                 "model.parameters() to the same."
             )
         if whole is not None:
-            return whole.clip(max_norm, self.device)
+            return whole.clip_given(max_norm, given)
         self._fetch_to_clip(given, f"{asked} of {len(given)} parameters")
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
