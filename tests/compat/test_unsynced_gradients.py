@@ -22,11 +22,12 @@ from unipar.compat.accelerate import Accelerator
 from unipar.compat.accelerate.utils import DistributedDataParallelKwargs
 from unipar.compat.adopting import adoption
 from unipar.compat.colossalai.booster import Booster
-from unipar.compat.colossalai.booster.plugin import TorchDDPPlugin
+from unipar.compat.colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from unipar.compat.fabric import Fabric
 from unipar.compat.native.calls import clip_grad_norm_
 from unipar.compat.native.wrappers import DistributedDataParallel
 from unipar.compat.run import current
+from unipar.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 DATA = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -225,6 +226,36 @@ def around(script: Script) -> None:
                 loss.backward()
         script.note()
         script.step()
+
+
+def refused(act: Callable[[Any], None], face: str) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        run(act, face)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("face", ["accelerate", "fabric"])
+def test_what_is_there_is_refused_where_frameworks_have_others_in_groups(
+    world_pool: Any, face: str
+) -> None:
+    for said in world_pool(2).run(under, "zero2", refused, penalized, face):
+        assert said.startswith("there are gradients in p.grad before the first backward pass")
+
+
+def unsynced_by_zero() -> str:
+    colossalai.launch_from_torch(verbose=False)
+    booster, net = Booster(plugin=LowLevelZeroPlugin(precision="fp32")), nn.Linear(4, 1)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with booster.no_sync(model, optimizer):
+        booster.backward(model(DATA[0, 0]).sum(), optimizer)
+    with pytest.raises(ConfigError) as refusal:
+        optimizer.step()
+    return str(refusal.value)
+
+
+def test_a_plugin_that_would_step_by_nothing_is_refused(world_pool: Any) -> None:
+    for said in world_pool(2).run(under, "ddp", unsynced_by_zero):
+        assert "LowLevelZeroPlugin would step without what it has left" in said
 
 
 class OneHead(nn.Linear):

@@ -241,7 +241,10 @@ class PreparedOptimizer(Optimizer):
         """Find what its zero_grad() leaves alone."""
         held = {id(one) for one in self._updated()}
         module = self._known().engine.module
-        self._apart = [one for one in module.parameters() if id(one) not in held]
+        named = [*module.named_parameters()]
+        self._apart = [one for _, one in named if id(one) not in held]
+        # A framework may have put others into the groups, which the script does not have.
+        self._scripts = [weakref.ref(one) for name, one in named if name not in self._left_out]
 
     def _hold_groups(self, engine: StepEngine) -> None:
         """Have the engine look at the groups that the script has."""
@@ -630,7 +633,9 @@ class PreparedOptimizer(Optimizer):
     def _has_put(self) -> bool:
         """Whether the script has put gradients there, and not an engine or ``zero_grad``."""
         zeros = self._carried.zeros
-        found = (one for one in self._updated() if one.grad is not None and id(one) not in zeros)
+        known = (one for ref in self._scripts if (one := ref()) is not None)
+        held = self._updated() if self.lends_gradients else known
+        found = (one for one in held if one.grad is not None and id(one) not in zeros)
         return any(not isinstance(one.grad, AbsentGradient) for one in found)
 
     def _put_before(self) -> ConfigError:

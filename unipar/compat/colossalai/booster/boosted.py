@@ -158,6 +158,14 @@ class BoostedOptimizer(PreparedOptimizer):
                 "gradients of their own. Call it behind the block."
             )
         plugin = self._plugin
+        if self._ends_own and self._session.world.size > 1 and not self.same_parameters:
+            # Colossal-AI 0.5.0, low_level_optim.py: its groups have no gradients then.
+            raise ConfigError(
+                "the last backward pass of this step was within booster.no_sync(...): "
+                f"{type(plugin).__name__} would step without what it has left. Have the last pass "
+                "of each step out of the block; or use TorchDDPPlugin, under which each rank steps "
+                "by its own gradients."
+            )
         clips = self._session.capabilities.clipping
         if plugin is not None and plugin.measures_norm and not plugin.max_norm and clips:
             self._limit = math.inf
