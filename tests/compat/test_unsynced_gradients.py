@@ -183,6 +183,18 @@ def penalized(script: Script) -> None:
         script.step()
 
 
+def uncleared(script: Script) -> None:
+    """Gradients of a step are there for the next, unless p.grad is None, and are added to."""
+    for number in range(5):
+        script.backward(script.loss(number))
+        if number != 3:
+            script.note()
+        script.optimizer.step()
+        if number == 1:
+            for p in script.parameters:
+                p.grad = None
+
+
 def outside(script: Script) -> None:
     """What the optimizer has not adds up from step to step, and is clipped with the rest."""
     clip = script.clip_by if script.face == "ddp" else nn.utils.clip_grad_norm_
@@ -228,9 +240,20 @@ def around(script: Script) -> None:
         script.step()
 
 
-def refused(act: Callable[[Any], None], face: str) -> str:
+def test_gradients_that_are_not_cleared_are_missed_where_they_are_divided(world_pool: Any) -> None:
+    for said in world_pool(2).run(under, "zero2", refused, stepping, "accelerate", True):
+        assert said.startswith("optimizer.zero_grad() was not called since the last step")
+
+
+def stepping(script: Script) -> None:
+    for number in range(2):
+        script.backward(script.loss(number))
+        script.optimizer.step()
+
+
+def refused(act: Callable[[Any], None], face: str, one: bool = False) -> str:
     with pytest.raises(ConfigError) as refusal:
-        run(act, face)
+        run(act, face, one)
     return str(refusal.value)
 
 
@@ -275,7 +298,8 @@ def run(act: Callable[[Script], None], face: str, one: bool = False) -> list[flo
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    "act", [perturbed, averaged, drifting, changed, added, kept, around, penalized, outside]
+    "act",
+    [perturbed, averaged, drifting, changed, added, kept, around, penalized, uncleared, outside],
 )
 def test_each_rank_has_what_ddp_leaves_it(world_pool: Any, act: Any, strategy: str) -> None:
     expected = world_pool(2).run(under, "ddp", run, act, "native")
@@ -304,7 +328,7 @@ def test_a_strategy_that_sums_them_all_the_same_says_so(world_pool: Any, first: 
 
 @pytest.mark.parametrize("face", ["accelerate", "colossalai", "fabric"])
 @pytest.mark.parametrize(
-    "act", [perturbed, averaged, drifting, changed, passed_backward, penalized, outside]
+    "act", [perturbed, averaged, drifting, changed, passed_backward, penalized, uncleared, outside]
 )
 def test_so_it_has_behind_other_faces(world_pool: Any, act: Any, face: str) -> None:
     expected = world_pool(2).run(under, "ddp", run, act, "native")
@@ -353,7 +377,7 @@ def test_a_pass_of_another_models_loss_is_one_of_its_own(world_pool: Any, face: 
         assert one == pytest.approx(own, rel=1e-5, abs=1e-6)
 
 
-def passed_through(face: str, clears: bool) -> list[float]:
+def passed_through(face: str, clears: str) -> list[float]:
     """What a generator's loss leaves in the critic is read, and cleared or added to."""
     torch.manual_seed(0)
     made, judged = nn.Linear(4, 4), nn.Linear(4, 1)
@@ -363,19 +387,23 @@ def passed_through(face: str, clears: bool) -> list[float]:
         generator.backward(critic.model(generator.model(x)).mean())
         critic.note()
         generator.step()
-        if clears:
+        if clears == "zero_grad":
             critic.optimizer.zero_grad()
+        for p in critic.parameters if clears == "none" else ():
+            p.grad = None
         critic.backward(critic.model(generator.model(x).detach()).square().mean())
         critic.note()
-        critic.step()
+        critic.optimizer.step()
+        if clears == "":
+            critic.optimizer.zero_grad()
     weights = [*generator.parameters, *critic.parameters]
     return [*critic.found, *(x for p in weights for x in p.detach().flatten().tolist())]
 
 
-@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("clears", ["zero_grad", "none", ""])
 @pytest.mark.parametrize("face", ["ddp", "accelerate", "colossalai", "fabric"])
 def test_what_another_models_loss_leaves_is_the_mean(
-    world_pool: Any, face: str, clears: bool
+    world_pool: Any, face: str, clears: str
 ) -> None:
     expected = world_pool(2).run(under, "ddp", passed_through, "native", clears)
     if face == "ddp":

@@ -71,6 +71,11 @@ class CarriedGradients:
             dist.all_reduce(grad)
             self._kept.append((parameter, grad.div_(world.size)))
 
+    def drop_cleared(self) -> None:
+        """Drop those of parameters whose ``p.grad`` a script has set to ``None`` since a pass."""
+        self._kept = [(one, grad) for one, grad in self._kept if one.grad is not None]
+        self._zeroed = [one for one in self._zeroed if one.grad is not None]
+
     def add(self) -> None:
         """Add them to what is in ``p.grad``, and hold none any more."""
         for parameter, grad in self._kept:

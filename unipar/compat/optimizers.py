@@ -322,6 +322,8 @@ class PreparedOptimizer(Optimizer):
                 "a strategy that leaves gradients whole, such as ddp."
             )
         self._tell_of_thawed()
+        if self.begun:
+            self._carried.drop_cleared()
         own = training.leaves_own if unsynced is None else unsynced
         self._keep_what_is_there(own=own)
         self._carried.take_zeros()
@@ -366,6 +368,12 @@ class PreparedOptimizer(Optimizer):
         """
         training = self._known()
         engine = training.engine
+        if self.uncleared and self.sums_what_is_there:
+            # What the last step was by is there until the script clears it.
+            self._carries_own |= self.steps_own
+            self._set_aside(engine.module.parameters())
+            self.uncleared = False
+            return
         if self.begun:
             used = isinstance(engine, StepEngine) and engine.fetched
             if self.sums_what_is_there and (used or (own and self.synced)):
@@ -451,6 +459,8 @@ class PreparedOptimizer(Optimizer):
         """
         engine = self._known().engine
         assert isinstance(engine, StepEngine)
+        if self.begun:
+            self._carried.drop_cleared()
         if not (self.begun and self.is_own):
             engine.fetch_gradients()
         elif engine.precision.scaler is not None:
@@ -537,6 +547,8 @@ class PreparedOptimizer(Optimizer):
                 "gradient to the last one, and an engine has cleared that. Call zero_grad() once "
                 "for each step; p.grad = None is not seen."
             )
+        if self._carried:
+            self._carried.drop_cleared()
         own = self._may_step_own()
         if self._carried or own:
             self.fetch_gradients()

@@ -104,7 +104,7 @@ def test_what_cannot_be_kept_is_refused_where_it_is_called(
 
 
 def test_a_step_without_clearing_is_refused_and_not_taken_otherwise() -> None:
-    booster, model, optimizer = boosted()
+    booster, model, optimizer = boosted(fp32_zero)
     booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
     optimizer.step()
     loss = model(torch.ones(1, 3)).sum()

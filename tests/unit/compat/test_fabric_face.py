@@ -280,17 +280,6 @@ def test_a_closure_is_run_once_for_a_step_and_its_loss_given_back() -> None:
     assert passes == sorted(passes, reverse=True)
 
 
-def test_gradients_that_torch_would_have_kept_are_missed() -> None:
-    fabric = Fabric(**CPU)
-    model, optimizer = parts(fabric)
-    for _ in range(2):
-        fabric.backward(model(torch.ones(2, 3)).mean())
-        if _ == 0:
-            optimizer.step()
-    with pytest.raises(ConfigError, match=r"zero_grad\(\) was not called since the last step"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("given", "run", "prepare"),
     [

@@ -133,7 +133,7 @@ class BoostedOptimizer(PreparedOptimizer):
         """
         if inputs is not None or retain_graph or kwargs:
             refuse("Booster.backward(loss,optimizer,inputs=…)")
-        if self.uncleared:
+        if self._is_lost:
             raise ConfigError(
                 "this loss's gradient would be added to that of the last step, which an engine has "
                 "cleared. Call optimizer.zero_grad() after optimizer.step()."
@@ -147,9 +147,14 @@ class BoostedOptimizer(PreparedOptimizer):
             found = trained_by(loss, training_in(self._session, BoostedOptimizer), self.model)
             # A step on what was not cleared is refused, so nobody needs what would be added to it.
             for one in found:
-                one.strayed |= one.uncleared and one is not self
-            beside = [one for one in found if one is not self and not one.uncleared]
+                one.strayed |= one._is_lost and one is not self
+            beside = [one for one in found if one is not self and not one._is_lost]
         super().backward(loss, likely_last=not self.unsynced, beside=beside or ())
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether what the last step was by is not there, and the script has not cleared it."""
+        return self.uncleared and not (self.same_parameters and self.sums_what_is_there)
 
     def take_step(self) -> None:
         if self.unsynced:
