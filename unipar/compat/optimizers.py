@@ -613,6 +613,11 @@ class PreparedOptimizer(Optimizer):
             held = [p for p in (self._updated() if of is None else of) if p.grad is not None]
         if self.begun or training.failed or not self.lends_gradients:
             training.engine.zero_grad()
+        if not self.lends_gradients:
+            for parameter in self._known_to_script():
+                # Of a loss of another model, or a script's own.
+                if not isinstance(parameter.grad, AbsentGradient):
+                    parameter.grad = None
         for parameter in held:
             parameter.grad = None
         training.failed = self.strayed = self.uncleared = False
@@ -645,10 +650,13 @@ class PreparedOptimizer(Optimizer):
     def _has_put(self) -> bool:
         """Whether the script has put gradients there, and not an engine or ``zero_grad``."""
         zeros = self._carried.zeros
-        known = (one for ref in self._scripts if (one := ref()) is not None)
-        held = self._updated() if self.lends_gradients else known
+        held = self._updated() if self.lends_gradients else self._known_to_script()
         found = (one for one in held if one.grad is not None and id(one) not in zeros)
         return any(not isinstance(one.grad, AbsentGradient) for one in found)
+
+    def _known_to_script(self) -> Iterator[nn.Parameter]:
+        """What it updates, as the model has it."""
+        return (one for ref in self._scripts if (one := ref()) is not None)
 
     def _put_before(self) -> ConfigError:
         return ConfigError(
