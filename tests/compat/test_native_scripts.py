@@ -33,7 +33,7 @@ STARTS = {
 }  # fmt: skip
 """Programs of several ranks, and what starts them; one starts its ranks itself."""
 
-NOTED = dict.fromkeys(("horovod/imagenet", "torch/imagenet"), ["model.state_dict()"])
+NOTED = {name: ["model.state_dict()"] for name in ("horovod/imagenet", "torch/imagenet")}
 """What migrating says of them: one rank alone takes it."""
 
 # A class of its own with an endless sampler; ranks of a script's own, with half precision where
