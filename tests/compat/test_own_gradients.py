@@ -17,7 +17,6 @@ from plain_scripts import Heads, check, plainly
 from torch import nn
 
 from unipar.compat.accelerate import Accelerator
-from unipar.compat.horovod import torch as hvd
 from unipar.compat.native.calls import clip_grad_norm_
 from unipar.compat.native.wrappers import DistributedDataParallel
 from unipar.compat.run import current
@@ -201,6 +200,13 @@ def test_each_rank_steps_by_its_own_as_under_ddp(world_pool: Any) -> None:
         assert found == pytest.approx(expected, rel=1e-4)
 
 
+def used_between(script: Script) -> list[float]:
+    script.loss(0).backward()
+    script.clip()
+    script.loss(1).backward()
+    return []
+
+
 def nothing(script: Script) -> list[float]:
     script.loss(0)
     script.optimizer.step()
@@ -217,6 +223,11 @@ def nothing(script: Script) -> list[float]:
             "ddp:shard_optimizer=true",
             "or use a strategy that leaves gradients and optimizers whole, such as ddp.",
         ),
+        (
+            used_between,
+            "ddp:shard_optimizer=true",
+            "or use a strategy that leaves gradients and optimizers whole, such as ddp.",
+        ),
         (by_hand, "zero2", "or without the engine's own backward pass"),
         (by_hand, "fsdp", "torch.autograd.grad was asked for the gradient of parameter"),
     ],
@@ -225,22 +236,6 @@ def test_a_step_without_any_is_refused(world_pool: Any, act: Any, strategy: str,
     for one in world_pool(2).run(plainly, strategy, partial(run, act)):
         assert said in one
         assert one.endswith(said) or strategy in ("zero2", "fsdp")
-
-
-def by_horovod() -> list[float]:
-    hvd.init()
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
-    net(torch.ones(2, 4))
-    net.weight.grad = torch.ones(1, 4) * hvd.rank()
-    optimizer.step()
-    return []
-
-
-def test_horovod_would_average_what_is_there(world_pool: Any) -> None:
-    for said in world_pool(2).run(plainly, "ddp", by_horovod):
-        assert "loss.backward() was not called since the last step." in said
 
 
 def behind_accelerate() -> list[float]:

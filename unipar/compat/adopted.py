@@ -204,6 +204,11 @@ class AdoptedOptimizer(PreparedOptimizer):
         self._numbered.append([model.name_of(one) or "" for one in group["params"]])
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether it steps by the sum over ranks, as the mean of losses that are so much larger."""
+        return self.summed
+
+    @property
     def steps_by_hand(self) -> bool:
         """Whether a script may step by what it has put into ``parameter.grad`` itself."""
         return self.alike and self.lends_gradients
@@ -220,7 +225,6 @@ class AdoptedOptimizer(PreparedOptimizer):
     @property
     def by_own_gradients(self) -> bool:
         """Whether each rank may step by what it has there, as under DDP."""
-        # Horovod averages what is there as it steps, too.
         return self.same_parameters and self.lends_gradients and not self.divided
 
     def _own_gradients(self) -> str:

@@ -191,17 +191,10 @@ class Adoption(Adopter):
                     check_alike({"the loss": loss}, one.world, divides=divides)
             for each in found:
                 each.begin_pass(unsynced=current.unsynced)
-            if size > 1 and any(each.summed is not one.summed for each in beside):
-                raise ConfigError(
-                    "this loss trains models of which one has hvd.DistributedOptimizer(op=hvd.Sum) "
-                    "and another op=hvd.Average, and one backward pass gives all of them gradients "
-                    "by one of the two. Give both the same: with Average, a learning rate of plain "
-                    "SGD that is hvd.size() times as high does what Sum does."
-                )
             self._scale_as_asked(loss, found)
             with drawing_again(one.world.device), self._unscaling(loss, found):
                 one.backward(
-                    loss * size if one.summed else loss,
+                    loss * size if one.scales_loss else loss,
                     likely_last=(
                         self.sums_in_backward
                         and not (self.accumulates or current.unsynced)

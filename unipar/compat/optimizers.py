@@ -85,6 +85,11 @@ class PreparedOptimizer(Optimizer):
     alike: bool = False
     clears: bool = True
     of_thawed: str | None = None
+    own_passes: ClassVar[str] = "within no_sync(), or around the wrapper of the model"
+    """Of which passes the script's framework leaves gradients to each rank, for messages."""
+    own_remedy: ClassVar[str] = (
+        "Have the last backward pass of a step by the wrapper and out of no_sync()"
+    )
     frozen: frozenset[str] | None = None
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
@@ -464,14 +469,17 @@ class PreparedOptimizer(Optimizer):
         if not (self.begun and self.is_own):
             engine.fetch_gradients()
         elif engine.precision.scaler is not None:
-            raise ConfigError(
-                "gradients of passes within no_sync() are each rank's own, and here the loss scale "
-                "of fp16 is still in them. Use them in bf16 or fp32; or leave the last backward "
-                "pass before out of no_sync()."
-            )
+            raise self._scaled_own()
         else:
             engine.lend_own_gradients()
         self._carried.add()
+
+    def _scaled_own(self) -> ConfigError:
+        return ConfigError(
+            f"gradients of passes {self.own_passes}, are each rank's own, and here the loss scale "
+            f"of fp16 is still in them. Use them in bf16 or fp32. {self.own_remedy}, and they are "
+            "averaged."
+        )
 
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
         """Clip the gradient to a 2-norm: now, where ranks have it whole, and in the step elsewhere.
@@ -591,13 +599,12 @@ class PreparedOptimizer(Optimizer):
         if world.size > 1 and world.is_main and not self._told_of_own:
             self._told_of_own = True
             log.warning(
-                "the last backward pass of a step was within no_sync(), or around the wrapper of "
-                "the model: the framework of the script leaves its gradients to each rank, which "
-                "steps by its own then, and strategy '%s' steps by the mean over ranks. Have the "
-                "last pass of a step by the wrapper and out of no_sync(), and both do the same; or "
-                "use ddp in fp32 or bf16, which steps as the script does.",
-                self._session.strategy.name,
-            )
+                "the last backward pass of a step was %s: the framework of the script leaves its "
+                "gradients to each rank, which steps by its own then, and strategy '%s' steps by "
+                "the mean over ranks. %s, and both do the same; or use ddp in fp32 or bf16, which "
+                "steps as the script does.",
+                self.own_passes, self._session.strategy.name, self.own_remedy,
+            )  # fmt: skip
 
     def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
         """Drop the gradients that there are.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from unipar.compat.common_draws import CommonDraws
 from unipar.compat.run import current
 from unipar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unipar.compat.delayed import Delay
 
 log = logging.getLogger("unipar")
 
@@ -28,6 +31,7 @@ class Script:
         asked: settings of the run that the script's own calls ask for.
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
+        delays: when gradients are averaged, by optimizers that do it as Horovod's do.
         options: of the strategy, by models whose wrappers ask for them.
         of_thawed: by optimizers, what their framework does with parameters that are thawed later.
         draws: random numbers of ranks that know nothing of each other.
@@ -53,6 +57,7 @@ class Script:
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.delays: weakref.WeakKeyDictionary[Any, Delay] = weakref.WeakKeyDictionary()
         self.options: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
             weakref.WeakKeyDictionary()
         )

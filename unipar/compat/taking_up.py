@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from unipar.compat import hooks
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
+from unipar.compat.delayed import DelayedOptimizer
 from unipar.compat.dividing.batch_norms import is_batch_norm, normalize_over
 from unipar.compat.dividing.splitting import Splitting
 from unipar.compat.optimizers import frozen_in
@@ -245,9 +246,13 @@ class Adopter(Script):
         config = current.config
         scales = config is not None and config.precision == "fp16"
         skips = config is not None and config.on_nan == "skip"
-        adopted = AdoptedOptimizer(
+        delay = self.delays.get(optimizer)
+        kind = AdoptedOptimizer if delay is None else DelayedOptimizer
+        adopted = kind(
             optimizer.own(), session, accumulating=lambda: False, may_skip=scales or skips
         )
+        if isinstance(adopted, DelayedOptimizer) and delay is not None:
+            adopted.delay = delay
         adopted.summed = optimizer in self.sums
         adopted.finds_unused = may_leave_unused(self.options.get(module, {}))
         adopted.of_thawed = self.of_thawed.get(optimizer)

@@ -52,13 +52,22 @@ class OwnLoop:
                 "the step up, and go on with the next batch."
             )
 
-    def check_backward(self, *, reducing: bool, holds_forwards: bool) -> None:
+    def check_backward(self, calls: LoopCalls, *, reducing: bool, holds_forwards: bool) -> None:
         """Refuse a backward pass after the last one, or without a forward pass before it.
 
         Args:
+            calls: of the loop.
             reducing: whether gradients are being reduced.
             holds_forwards: whether several forward passes may come before their backward passes.
         """
+        if reducing and calls.backward != LoopCalls().backward:
+            raise ConfigError(
+                f"{calls.backward} came after parameter.grad was used in the same step, for which "
+                "its gradients were summed over ranks, and this strategy adds nothing to these. "
+                f"Use parameter.grad after the last {calls.backward} of a step, or add the losses "
+                "and call it once; or use a strategy that leaves gradients and optimizers whole, "
+                "such as ddp."
+            )
         if reducing:
             raise ConfigError(
                 "engine.backward(loss) came after the one in engine.microbatch(last=True), or "

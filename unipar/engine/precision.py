@@ -130,6 +130,20 @@ class PrecisionPolicy:
         assert self.scaler is not None
         note_overflow(self.scaler, found)
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the scale, and what it may grow by, around a step that goes on in another."""
+        scaler = self.scaler
+        if scaler is None:
+            yield
+            return
+        held = [self.current_scale, scaler._growth_tracker]
+        before = [None if one is None else one.clone() for one in held]
+        yield
+        for one, was in zip(held, before, strict=True):
+            if one is not None and was is not None:
+                one.copy_(was)
+
     def lower(self) -> None:
         """Lower the scale, as after a step that was left out."""
         if self.scaler is not None:

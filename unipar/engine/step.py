@@ -566,6 +566,7 @@ class StepEngine(Engine):
         check_loss(loss, training=True)
         goes_on = self._loop.guessed and not self.fetched
         self._loop.check_backward(
+            self._guard.calls,
             reducing=self.average.reducing and not goes_on,
             holds_forwards=self.reducer.holds_forwards,
         )

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from unipar.compat.adopting import adoption, close, start
+from unipar.compat.delayed import Delay, DelayedOptimizer
 from unipar.compat.horovod_names import CALLS
-from unipar.compat.optimizers import LEFT_TO_RANKS, zero_unused
+from unipar.compat.optimizers import LEFT_TO_RANKS
+from unipar.compat.routed import engines_side
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -145,15 +147,35 @@ class _Distributed:
     """What is put before the class of an optimizer that Horovod averages for."""
 
     def synchronize(self) -> None:
-        """Nothing: an engine reduces gradients when its optimizer steps."""
+        """Average gradients over ranks. Collective."""
+        adopted = engines_side(self)
+        if isinstance(adopted, DelayedOptimizer):
+            with adoption.engine_calls():
+                adopted.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Nothing, likewise."""
-        yield
+        """A block of steps that average nothing by themselves."""
+        delay = adoption.delays.get(self)
+        if delay is None:
+            yield
+            return
+        delay.synchronizes = False
+        try:
+            yield
+        finally:
+            delay.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Nothing: a step is on all passes since the last one."""
+        """Leave gradients to each rank until so many passes are done from now on."""
+        if self in adoption.delays:
+            adoption.delays[self].begin(passes)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Take over state, and count passes anew."""
+        super().load_state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if self in adoption.delays:
+            adoption.delays[self].begin()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and say what else Horovod does with it."""
@@ -204,7 +226,8 @@ def DistributedOptimizer(
         # As Horovod 0.28.1 does then (torch/optimizer.py, synchronize), also of those that are
         # frozen later, for it has hooks on what is trained now.
         trained = [[p.requires_grad for p in one["params"]] for one in optimizer.param_groups]
-        optimizer.register_step_pre_hook(functools.partial(zero_unused, trained=trained))
+        adoption.delays[optimizer] = delay = Delay(backward_passes_per_step, trained)
+        optimizer.register_step_pre_hook(delay.zero_unused)
         adoption.of_thawed[optimizer] = LEFT_TO_RANKS.format(
             call="hvd.DistributedOptimizer", name="Horovod", what="optimizer"
         )
@@ -240,7 +263,7 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     if not optimizer.state_dict()["state"]:
         for one in parameters:
             one.grad = torch.zeros_like(one) if one.requires_grad else None
-        with adoption.engine_calls():
+        with adoption.engine_calls(), _alone(optimizer):
             optimizer.step()
         for one in parameters:
             one.grad = None
@@ -250,6 +273,13 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
         dist.broadcast_object_list(sent, src=root_rank)
         if not mine:
             optimizer.load_state_dict(sent[0])
+
+
+def _alone(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Around a step that ranks may take or not, each by itself."""
+    if isinstance(optimizer, _Distributed):
+        return optimizer.skip_synchronize()
+    return contextlib.nullcontext()
 
 
 # -- exchange ------------------------------------------------------------------------------------
