@@ -182,9 +182,9 @@ class DelayedOptimizer(AdoptedOptimizer):
         self.synced, self._ends_own = True, False
         self.delay.restart()
 
-    def fetch_gradients(self) -> None:
+    def _fetch(self) -> None:
         if not self.begun or self.is_own or self._is_fetched:
-            super().fetch_gradients()
+            super()._fetch()
             return
         apart = [one for one in self._apart if one.requires_grad]
         if apart and not self._leaves_apart():
@@ -195,7 +195,7 @@ class DelayedOptimizer(AdoptedOptimizer):
             # No hook is on what the optimizer has not.
             engine.lend_own_gradients()
             self._set_aside(self._apart)
-        super().fetch_gradients()
+        super()._fetch()
         if self.summed:
             for one in self._updated():
                 if one.grad is not None:

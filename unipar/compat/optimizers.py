@@ -462,10 +462,13 @@ class PreparedOptimizer(Optimizer):
         Raises:
             ConfigError: this rank's own has a scale in it.
         """
-        engine = self._known().engine
-        assert isinstance(engine, StepEngine)
         if self.begun:
             self._carried.drop_cleared()
+        self._fetch()
+
+    def _fetch(self) -> None:
+        engine = self._known().engine
+        assert isinstance(engine, StepEngine)
         if not (self.begun and self.is_own):
             engine.fetch_gradients()
         elif engine.precision.scaler is not None:
