@@ -67,10 +67,9 @@ REFUSED = Table(
         "Under every strategy: what is wrapped is trained by one optimizer. Give it all "
         "parameters, in groups; or use ddp, and wrap each part for itself: model.a=DDP(model.a)."),
     Row("p.grad", "refused",
-        "Under a strategy that divides gradients, until they are cleared. Scale the loss, clip by "
-        "clip_grad_norm_, or use ddp. On ranks with data of their own also between backward passes "
-        "of one step, and what is put there before the first, to be added to: use it after the "
-        "last."),
+        "Under a strategy that divides gradients, until they are cleared, and what is put there "
+        "before a backward pass under one that divides gradients or an optimizer's state. Scale "
+        "the loss, clip by clip_grad_norm_, or use ddp."),
     Row("loss.backward()", "refused",
         "After optimizer.step() without optimizer.zero_grad(), under such a strategy: PyTorch "
         "would add to the gradients of the last step."),
