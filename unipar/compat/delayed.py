@@ -17,7 +17,7 @@ import torch
 
 from unipar.compat.adopted import AdoptedOptimizer
 from unipar.compat.optimizers import zero_unused
-from unipar.engine import StepEngine
+from unipar.engine import StepEngine, scale_gradients
 from unipar.errors import ConfigError, first_few
 from unipar.loss import LossSum
 
@@ -119,7 +119,8 @@ class DelayedOptimizer(AdoptedOptimizer):
         return isinstance(engine, StepEngine) and engine.fetched
 
     def _has_any(self) -> bool:
-        return any(one.grad is not None for one in self._known().engine.module.parameters())
+        # Of each step: to walk a model's modules takes long.
+        return any(one.grad is not None for one in (*self._updated(), *self._apart))
 
     def _take_as_pass(self) -> None:
         """Begin a step whose first pass has left what is in ``p.grad``, of each rank's own."""
@@ -197,9 +198,7 @@ class DelayedOptimizer(AdoptedOptimizer):
             self._set_aside(self._apart)
         super()._fetch()
         if self.summed:
-            for one in self._updated():
-                if one.grad is not None:
-                    one.grad.mul_(self.world.size)
+            scale_gradients(self._updated(), self.world.size)
 
     def _leaves_apart(self) -> bool:
         """Whether gradients of what the optimizer has not stay each rank's own."""
