@@ -241,6 +241,24 @@ def own(script: Script) -> None:
             script.step()
 
 
+def beside_another(script: Script) -> None:
+    """A penalty of the weights, while another model was called, and stepped by hand."""
+    net = nn.Linear(4, 1)
+    other = Script(script.face, net, net, 1)
+    for number in range(2):
+        for p, grad in zip(
+            other.parameters,
+            torch.autograd.grad(net(DATA[number, script.rank]).sum(), other.parameters),
+            strict=True,
+        ):
+            p.grad = grad
+        other.step()
+        script.optimizer.zero_grad()
+        script.parameters[0].square().sum().backward()
+        script.loss(number).backward()
+        script.step()
+
+
 def put_before(script: Script) -> None:
     """A loss, or a penalty of weights, adds to what is there."""
     for number in range(3):
@@ -266,7 +284,8 @@ def partly(script: Script) -> None:
         script.step_alone()
 
 
-PASSES: dict[Any, int] = {local: 100, perturbed: 2, changed: 2, fewer: 3, put_before: 3}
+PASSES: dict[Any, int] = {local: 100, perturbed: 2, changed: 2, fewer: 3, put_before: 3,
+                           beside_another: 2}  # fmt: skip
 
 
 def run(act: Callable[[Script], None], face: str, *, sums: bool = False) -> list[float]:
@@ -279,7 +298,7 @@ def run(act: Callable[[Script], None], face: str, *, sums: bool = False) -> list
 
 ACTS = [
     synchronized_again, synchronized_once, added_after, local, perturbed, changed, fewer, left_out,
-    left_out_again, own, put_before, partly,
+    left_out_again, own, put_before, beside_another, partly,
 ]  # fmt: skip
 
 

@@ -337,6 +337,8 @@ class AdoptedOptimizer(PreparedOptimizer):
             # PyTorch leaves them until they are cleared.
             engine.hide_gradients()
         self.uncleared = True
+        # What the model gave before may have been differentiated by other means.
+        self.model.__dict__["called"] = False
 
     def _agree(self) -> None:
         """Step by rank 0's gradients, where ranks have changed them by random numbers."""

@@ -220,11 +220,8 @@ class Adoption(Adopter):
             found = [one for one, own in models if isinstance(own, AdoptedModel) and own.called]
             if len(found) != 1:
                 return None
-            if (
-                len(trained) > 1
-                and found[0].lends_gradients
-                and found[0] not in self._made_of(loss)
-            ):
+            several = len(trained) > 1 and found[0].lends_gradients
+            if several and found[0] not in self._made_of(loss):
                 # Another was called, and its output is left.
                 return None
         return found
