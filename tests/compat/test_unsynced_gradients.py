@@ -336,14 +336,17 @@ def test_so_it_has_behind_other_faces(world_pool: Any, act: Any, face: str) -> N
         assert one == pytest.approx(own, rel=1e-5, abs=1e-6)
 
 
+def behind(world_pool: Any, face: str, act: Callable[[], list[float]]) -> list[list[float]]:
+    """What each rank finds under ddp."""
+    if face == "ddp":
+        return [one[0] for one in world_pool(2).run(plainly, "ddp", act)]
+    return world_pool(2).run(under, "ddp", act)
+
+
 @pytest.mark.parametrize("face", ["ddp", "accelerate", "colossalai", "fabric"])
 def test_so_it_is_where_gradients_are_summed_as_they_come(world_pool: Any, face: str) -> None:
     expected = world_pool(2).run(under, "ddp", run, passed_backward, "native", True)
-    if face == "ddp":
-        act = partial(run, passed_backward, "ddp", True)
-        found = [one[0] for one in world_pool(2).run(plainly, "ddp", act)]
-    else:
-        found = world_pool(2).run(under, "ddp", run, passed_backward, face, True)
+    found = behind(world_pool, face, partial(run, passed_backward, face, True))
     for one, own in zip(found, expected, strict=True):
         assert one == pytest.approx(own, rel=1e-5, abs=1e-6)
 
@@ -369,10 +372,7 @@ def critical(face: str) -> list[float]:
 @pytest.mark.parametrize("face", ["ddp", "accelerate"])
 def test_a_pass_of_another_models_loss_is_one_of_its_own(world_pool: Any, face: str) -> None:
     expected = world_pool(2).run(under, "ddp", critical, "native")
-    if face == "ddp":
-        found = [one[0] for one in world_pool(2).run(plainly, "ddp", partial(critical, "ddp"))]
-    else:
-        found = world_pool(2).run(under, "ddp", critical, face)
+    found = behind(world_pool, face, partial(critical, face))
     for one, own in zip(found, expected, strict=True):
         assert one == pytest.approx(own, rel=1e-5, abs=1e-6)
 
@@ -406,10 +406,6 @@ def test_what_another_models_loss_leaves_is_the_mean(
     world_pool: Any, face: str, clears: str
 ) -> None:
     expected = world_pool(2).run(under, "ddp", passed_through, "native", clears)
-    if face == "ddp":
-        act = partial(passed_through, "ddp", clears)
-        found = [one[0] for one in world_pool(2).run(plainly, "ddp", act)]
-    else:
-        found = world_pool(2).run(under, "ddp", passed_through, face, clears)
+    found = behind(world_pool, face, partial(passed_through, face, clears))
     for one, own in zip(found, expected, strict=True):
         assert one == pytest.approx(own, rel=1e-5, abs=1e-6)

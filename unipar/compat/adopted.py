@@ -277,7 +277,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             if fetched:
                 engine.zero_grad()
                 self.begun = False
-        elif not (self.alike or self.strayed):
+        elif not self.alike:
             super()._keep_what_is_there(own=own)
         elif self.lends_gradients and not self.begun:
             self._set_aside(self._apart)

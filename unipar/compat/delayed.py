@@ -113,11 +113,6 @@ class DelayedOptimizer(AdoptedOptimizer):
             # Horovod adds to it, and averages the sum.
             self._take_as_pass()
 
-    @property
-    def _is_fetched(self) -> bool:
-        engine = self._known().engine
-        return isinstance(engine, StepEngine) and engine.fetched
-
     def _has_any(self) -> bool:
         # Of each step: to walk a model's modules takes long.
         return any(one.grad is not None for one in (*self._updated(), *self._apart))
@@ -202,14 +197,9 @@ class DelayedOptimizer(AdoptedOptimizer):
 
     def _leaves_apart(self) -> bool:
         """Whether gradients of what the optimizer has not stay each rank's own."""
-        engine = self._known().engine
-        return (
-            isinstance(engine, StepEngine)
-            # What steps are clipped, or left out, by is to be alike on all ranks.
-            and not (self.divided or self.skips)
-            and not (engine.precision.scaler or engine.spec.max_grad_norm)
-            and any(one.requires_grad for one in self._apart)
-        )
+        # What steps are left out by is to be alike on all ranks, too.
+        trained = any(one.requires_grad for one in self._apart)
+        return trained and not self.skips and self._may_differ()
 
     def _tell_of_apart(self, apart: Sequence[torch.Tensor]) -> None:
         if self._told_of_apart or not self.world.is_main:

@@ -380,8 +380,7 @@ class PreparedOptimizer(Optimizer):
             self.uncleared = False
             return
         if self.begun:
-            used = isinstance(engine, StepEngine) and engine.fetched
-            if self.sums_what_is_there and (used or (own and self.synced)):
+            if self.sums_what_is_there and (self._is_fetched or (own and self.synced)):
                 self.fetch_gradients()
                 self._set_aside(engine.module.parameters())
                 engine.zero_grad()
@@ -558,8 +557,6 @@ class PreparedOptimizer(Optimizer):
                 "gradient to the last one, and an engine has cleared that. Call zero_grad() once "
                 "for each step; p.grad = None is not seen."
             )
-        if self._carried:
-            self._carried.drop_cleared()
         own = self._may_step_own()
         if self._carried or own:
             self.fetch_gradients()
@@ -586,15 +583,24 @@ class PreparedOptimizer(Optimizer):
 
     def _may_step_own(self) -> bool:
         """Whether the step is by what the framework has left each rank, and can be."""
+        return self.is_own and self._may_differ()
+
+    def _may_differ(self) -> bool:
+        """Whether ranks may step by gradients that are not alike."""
         engine = self._known().engine
         return (
-            self.is_own
-            and not self.divided
+            not self.divided
             and isinstance(engine, StepEngine)
             and engine.precision.scaler is None
             # What the engine clips in its steps it has reduced.
             and engine.spec.max_grad_norm is None
         )
+
+    @property
+    def _is_fetched(self) -> bool:
+        """Whether gradients of this step are summed already, for the script has used one."""
+        engine = self._known().engine
+        return isinstance(engine, StepEngine) and engine.fetched
 
     def _tell_of_own(self) -> None:
         """Warn once of a step by the mean over ranks that the script's framework would not take."""

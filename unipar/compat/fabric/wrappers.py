@@ -194,10 +194,9 @@ class FabricOptimizer(PreparedOptimizer):
         self._value: float | None = None
 
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:
-        held = {model.name_of(p) for group in self.param_groups for p in group["params"]}
-        named = model.module.named_parameters()
-        self._partial = any(one.requires_grad and name not in held for name, one in named)
         super().takes_up(model, **asked)
+        named = model.module.named_parameters()
+        self._partial = any(one.requires_grad and name in self._left_out for name, one in named)
 
     @property
     def clips(self) -> bool:
