@@ -28,6 +28,7 @@ from unipar.compat.dividing.alike import check_alike, is_looked_at
 from unipar.compat.dividing.batch_norms import normalize_over
 from unipar.compat.dividing.shares import comes_of_parts, mean_over
 from unipar.compat.dividing.whole_draws import drawing_again
+from unipar.compat.engine_steps import share_scale_of
 from unipar.compat.loss_scales import (
     SCALERS,
     computes_in_fp16,
@@ -38,7 +39,6 @@ from unipar.compat.loss_scales import (
     unscaled,
 )
 from unipar.compat.models import led_to
-from unipar.compat.optimizers import share_scale_of
 from unipar.compat.run import current, explain_spawned
 from unipar.compat.several_optimizers import trained_by
 from unipar.compat.taking_up import Adopter, is_transformed

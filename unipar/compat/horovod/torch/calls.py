@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from unipar.compat.adopting import adoption, close, start
 from unipar.compat.delayed import Delay, DelayedOptimizer
+from unipar.compat.engine_steps import LEFT_TO_RANKS
 from unipar.compat.horovod_names import CALLS
-from unipar.compat.optimizers import LEFT_TO_RANKS
 from unipar.compat.routed import engines_side
 from unipar.compat.run import current
 from unipar.errors import ConfigError
