@@ -33,7 +33,8 @@ STARTS = {
 }  # fmt: skip
 """Programs of several ranks, and what starts them; one starts its ranks itself."""
 
-NOTED = {name: ["model.state_dict()"] for name in ("horovod/imagenet", "torch/imagenet")}
+BOTH = ["model.state_dict()", "optimizer.state_dict()"]
+NOTED = {"horovod/imagenet": BOTH, "torch/imagenet": BOTH}
 """What migrating says of them: one rank alone takes it."""
 
 # A class of its own with an endless sampler; ranks of a script's own, with half precision where

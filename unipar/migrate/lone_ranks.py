@@ -7,10 +7,12 @@ the run that waits in vain ends with an error. So a note says beforehand where t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import libcst as cst
 
 from unipar.migrate.dialects import Dialect
+from unipar.migrate.models import optimizers_of
 from unipar.migrate.plan import Plan
 from unipar.migrate.rank_divergence import Divergence
 from unipar.migrate.source import Source
@@ -34,6 +36,23 @@ def tell_of_lone_ranks(plan: Plan, dialect: Dialect) -> None:
             lone.tell(source, call)
 
 
+@dataclass
+class _Reached:
+    """What a call, or a function that it leads to, does.
+
+    Attributes:
+        saves: whether all ranks save together.
+        computes: whether it needs a model's weights.
+        weights: whether it takes a model's state dict.
+        state: whether it takes an optimizer's.
+    """
+
+    saves: bool = False
+    computes: bool = False
+    weights: bool = False
+    state: bool = False
+
+
 class _LoneRanks:
     def __init__(self, plan: Plan, dialect: Dialect) -> None:
         self._plan, self._dialect = plan, dialect
@@ -53,15 +72,15 @@ class _LoneRanks:
         by_rank = next(filter(self._divergence.asks_rank, tests), None)
         if not tests or (by_rank is None and not self._dialect.together):
             return
-        saves, computes, takes = self._reached(call)
-        if by_rank is not None and saves:
+        reached = self._reached(call)
+        if by_rank is not None and reached.saves:
             self._plan.tell(
                 call,
                 f"all ranks save together, and `{self._shown(by_rank)}` decides which come to it. "
                 "On several ranks they would wait for the others in vain.",
                 "Let every rank come to it before running on several.",
             )
-        elif by_rank is not None and computes:
+        elif by_rank is not None and reached.computes:
             self._plan.tell(
                 call,
                 f"`{self._shown(by_rank)}` decides which ranks come to it. Strategies that divide "
@@ -69,7 +88,7 @@ class _LoneRanks:
                 "others.",
                 "Let every rank come to it before choosing one of those.",
             )
-        elif by_rank is not None and takes:
+        elif by_rank is not None and reached.weights:
             self._plan.tell(
                 call,
                 f"`{self._shown(by_rank)}` decides which ranks come to it. Where the strategy "
@@ -77,15 +96,29 @@ class _LoneRanks:
                 "is refused.",
                 f"Call {self._whole_of(call)} on all ranks before choosing one of those.",
             )
-        elif saves:
+        elif by_rank is not None and reached.state:
+            self._plan.tell(
+                call,
+                f"`{self._shown(by_rank)}` decides which ranks come to it. Where the strategy "
+                "divides the optimizer's state (zero1, zero2, zero3, fsdp), a state dict of one "
+                "rank has only a part, and is refused.",
+                f"Call {self._whole_of(call, state=True)} on all ranks before choosing one of "
+                "those.",
+            )
+        elif reached.saves:
             self._tell_by_data(call, tests)
 
-    def _whole_of(self, call: cst.Call) -> str:
-        """What gives weights whole, by the names that the call would have given."""
-        of, model = call.func, "model"
+    def _whole_of(self, call: cst.Call, *, state: bool = False) -> str:
+        """What gives weights, or state, whole, by the names that the call would have given."""
+        of, name = call.func, "optimizer" if state else "model"
         if isinstance(of, cst.Attribute) and of.attr.value == "state_dict":
-            model = self._shown(of.value)
-        return self._dialect.whole.format(model=model)
+            name = self._shown(of.value)
+        dialect = self._dialect
+        return (
+            dialect.whole_state.format(optimizer=name)
+            if state
+            else dialect.whole.format(model=name)
+        )
 
     def _tell_by_data(self, call: cst.Call, tests: list[cst.BaseExpression]) -> None:
         for test in tests:
@@ -104,32 +137,32 @@ class _LoneRanks:
     def _shown(self, test: cst.BaseExpression) -> str:
         return " ".join(self._plan.flow.source(test).code(test).split())
 
-    def _reached(self, call: cst.Call) -> tuple[bool, bool, bool]:
-        """What a call, or a function that it leads to, does.
-
-        Returns:
-            Whether it saves together, needs a model's weights, and takes a model's state dict.
-        """
+    def _reached(self, call: cst.Call) -> _Reached:
         plan, dialect = self._plan, self._dialect
-        saves = computes = takes = False
+        found = _Reached()
         stack, seen = [call], set[cst.CSTNode]()
         while stack:
             one = stack.pop()
             values = plan.flow.values(one.func)
-            computes |= bool(values & plan.models) or plan.made_by(values, *dialect.engines)
+            found.computes |= bool(values & plan.models) or plan.made_by(values, *dialect.engines)
             func = one.func
             if isinstance(func, cst.Attribute) and (
                 func.attr.value in (*dialect.together, *dialect.gathering)
                 and plan.made_by(plan.flow.values(func.value), *dialect.main)
             ):
-                saves |= func.attr.value in dialect.together
-                computes |= func.attr.value in dialect.gathering
+                found.saves |= func.attr.value in dialect.together
+                found.computes |= func.attr.value in dialect.gathering
             if isinstance(func, cst.Attribute) and func.attr.value == "state_dict":
-                takes |= self._is_model(func.value)
+                if self._is_model(func.value):
+                    found.weights = True
+                    # Where all ranks are to call it, as FSDP's.
+                    found.computes |= not dialect.whole
+                elif dialect.whole_state and optimizers_of(plan.flow.values(func.value)):
+                    found.state = True
             new = [f for f in plan.flow.functions(func) if f not in seen]
             seen.update(new)
             stack += [each for function in new for each in self._calls.get(function, ())]
-        return saves, computes or (takes and not dialect.whole), takes
+        return found
 
     def _is_model(self, node: cst.BaseExpression) -> bool:
         """Whether it is a model, also taken out of what wraps it."""

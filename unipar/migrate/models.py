@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unipar.migrate.expressions import Origin, Values
+from unipar.migrate.expressions import WRAPPERS, Origin, Values
 from unipar.migrate.flow import Flow
 from unipar.migrate.groups import collected, models_behind, sorted_into
 from unipar.migrate.literals import argument
@@ -12,17 +12,41 @@ from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
 from unipar.migrate.tree import inside
 
+# What is done with the parameters of a model that is trained, beside building its optimizer.
+_TRAINING = ("clip_grad_norm_", "clip_grad_value_", "clip_gradients", "DistributedOptimizer")
+
 
 def find_models(plan: Plan) -> None:
     """Fill in ``plan.models``, as far as can be seen: a face knows them when the program runs."""
     for source in plan.sources:
         for call in source.all(cst.Call):
-            if not any(one.node is call and is_optimizer(one) for one in plan.flow.values(call)):
-                continue
-            model = _model_of(plan, source, call)
-            if model is not None:
-                plan.flow.instantiate(model)
-                plan.models |= {one for one in plan.flow.values(model) if one.kind == "call"}
+            made = [one for one in plan.flow.values(call) if one.node is call]
+            models = _trained_by(plan, call)
+            if any(is_optimizer(one) for one in made):
+                models.append(_model_of(plan, source, call))
+            if any(one.name.endswith(WRAPPERS) for one in made):
+                models.append(argument(call, 0, "module"))
+            for model in models:
+                if model is not None:
+                    plan.flow.instantiate(model)
+                    plan.models |= {one for one in plan.flow.values(model) if one.kind == "call"}
+
+
+def _trained_by(plan: Plan, call: cst.Call) -> list[cst.BaseExpression | None]:
+    """The models whose parameters a call is given because they are trained.
+
+    Their optimizer may be built in a file that is not read.
+    """
+    func = call.func
+    name = func.attr if isinstance(func, cst.Attribute) else func
+    if not isinstance(name, cst.Name) or name.value not in _TRAINING:
+        return []
+    return [
+        _whole(plan.flow, one.func.value)
+        for each in call.args
+        for one in _parameter_calls(each.value)
+        if isinstance(one.func, cst.Attribute)
+    ]
 
 
 def is_optimizer(origin: Origin) -> bool:
@@ -33,6 +57,10 @@ def is_optimizer(origin: Origin) -> bool:
     if name.startswith(("torch.optim.", "colossalai.nn.optimizer.")):
         last = name.rpartition(".")[2]
         return last[:1].isupper() and ".lr_scheduler." not in name and ".swa_utils" not in name
+    func = origin.node.func
+    if not name and isinstance(func, cst.Attribute):
+        # A method of what is not read, such as a model's configure_optimizers().
+        return "optimizer" in func.attr.value
     first = origin.node.args[0].value if origin.node.args else None
     last = name.rpartition(".")[2]
     return (

@@ -55,6 +55,7 @@ accelerator.backward(model(torch.ones(1)).sum())
 """
 RANK = "decides which come to it. On several ranks they would wait for the others in vain."
 PART = "a state dict of one rank has only a part, and is refused."
+STATE = "divides the optimizer's state (zero1, zero2, zero3, fsdp), a state dict of one rank"
 WEIGHTS = "decides which ranks come to it. Strategies that divide the model's weights"
 
 
@@ -116,7 +117,8 @@ def test_a_save_is_noted_where_a_test_may_differ_between_ranks(
         ("if accelerator.is_main_process:\n    model(torch.ones(1))", WEIGHTS),
         ("if accelerator.is_main_process:\n"
          "    torch.save(accelerator.unwrap_model(model).state_dict(), 'out')", PART),
-        ("if accelerator.is_main_process:\n    torch.save(optimizer.state_dict(), 'out')", ""),
+        ("if accelerator.is_main_process:\n    torch.save(optimizer.state_dict(), 'out')",
+         STATE),
         ("state = accelerator.get_state_dict(model)\nif accelerator.is_main_process:\n"
          "    torch.save(state, 'out')", ""),
     ],
@@ -180,6 +182,46 @@ if master_process:
     assert PART in noted(script)
     assert f"Call unipar.compat.torch.whole_state_dict({of}) on all ranks" in noted(script)
     assert not noted(script.replace("if master_process:", "if True:"))
+    both = script.replace('"step": 1', '"optimizer": optimizer.state_dict()')
+    assert STATE in noted(both)
+    assert "Call unipar.compat.torch.whole_state_dict(optimizer) on all ranks" in noted(both)
+
+
+IMPORTED = """\
+{start}
+from model import GPT
+
+model = GPT()
+optimizer = model.configure_optimizers(0.1)
+{trained}
+
+
+def estimate_loss():
+    return model(torch.ones(1)).item()
+
+
+model(torch.ones(1)).sum().backward()
+optimizer.step()
+if master_process:
+    print(estimate_loss())
+    torch.save((model.state_dict(), optimizer.state_dict()), "last.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "trained"),
+    [
+        (DDP, "model = DDP(model)"),
+        (DDP, "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"),
+        (HOROVOD, "optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())"),
+    ],
+)
+def test_a_model_whose_optimizer_another_file_builds_is_noted(start: str, trained: str) -> None:
+    lines = start.splitlines()[:-1]
+    notes = noted(IMPORTED.format(start="\n".join(lines), trained=trained))
+    assert WEIGHTS in notes
+    assert PART in notes
+    assert STATE in notes
 
 
 def test_a_state_dict_of_fsdp_that_one_rank_saves_would_wait() -> None:

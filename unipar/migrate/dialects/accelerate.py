@@ -36,6 +36,7 @@ class Accelerate(FaceDialect):
     together: ClassVar[tuple[str, ...]] = ("save_state", "save_model")
     gathering: ClassVar[tuple[str, ...]] = ("get_state_dict",)
     whole: ClassVar[str] = "accelerator.get_state_dict(model)"
+    whole_state: ClassVar[str] = "accelerator.save_state(directory)"
     calls: ClassVar[tuple[Table, ...]] = (CALLS,)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("from accelerate import Accelerator", f"from {FACE} import Accelerator"),

@@ -34,6 +34,8 @@ class Dialect(ABC):
         gathering: those for which strategies that divide the model's weights need all ranks.
         whole: the call that gives or writes weights whole where ``state_dict()`` refuses, because
             strategies have divided them; ``{model}`` in it is what the script has called so.
+        whole_state: likewise for an optimizer's state, and ``{optimizer}``; empty where the
+            framework asks all ranks for it.
         rows: what maps to what.
         refused: what is refused, and what to do about it.
     """
@@ -47,6 +49,7 @@ class Dialect(ABC):
     together: ClassVar[tuple[str, ...]] = ()
     gathering: ClassVar[tuple[str, ...]] = ()
     whole: ClassVar[str] = ""
+    whole_state: ClassVar[str] = ""
     rows: ClassVar[tuple[Row, ...]] = ()
     refused: ClassVar[tuple[Row, ...]] = ()
 

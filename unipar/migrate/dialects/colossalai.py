@@ -30,6 +30,7 @@ class ColossalAI(FaceDialect):
     main: ClassVar[tuple[str, ...]] = BOOSTER
     together: ClassVar[tuple[str, ...]] = ("save_model", "save_optimizer", "save_lr_scheduler")
     whole: ClassVar[str] = "booster.save_model(model, path)"
+    whole_state: ClassVar[str] = "booster.save_optimizer(optimizer, path)"
     calls: ClassVar[tuple[Table, ...]] = (CALLS, PLUGIN, OPTIMIZER)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("import colossalai", f"import {FACE} as colossalai"),

@@ -45,6 +45,7 @@ class Fabric(FaceDialect):
     main: ClassVar[tuple[str, ...]] = FABRIC
     together: ClassVar[tuple[str, ...]] = ("save",)
     whole: ClassVar[str] = "fabric.save(path, {{'model': model}})"
+    whole_state: ClassVar[str] = "fabric.save(path, {{'optimizer': optimizer}})"
     calls: ClassVar[tuple[Table, ...]] = (CALLS, LIGHTNING)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("from lightning_fabric import Fabric", f"from {FACE} import Fabric"),

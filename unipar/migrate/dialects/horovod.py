@@ -26,6 +26,7 @@ class Horovod(FaceDialect):
     marks: ClassVar[tuple[str, ...]] = ("horovod.",)
     trains: ClassVar[tuple[str, ...]] = ("horovod.torch.",)
     whole: ClassVar[str] = "unipar.compat.torch.whole_state_dict({model})"
+    whole_state: ClassVar[str] = "unipar.compat.torch.whole_state_dict({optimizer})"
     package: ClassVar[str] = "horovod"
     face: ClassVar[str] = "unipar.compat.horovod"
     modules: ClassVar[Mapping[str, Table | None]] = {

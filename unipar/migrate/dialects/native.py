@@ -34,6 +34,7 @@ class Native(Dialect):
     )
     starts: ClassVar[str] = "torchrun"
     whole: ClassVar[str] = "unipar.compat.torch.whole_state_dict({model})"
+    whole_state: ClassVar[str] = "unipar.compat.torch.whole_state_dict({optimizer})"
 
     def concerns(self, name: str) -> bool:
         return is_torch(name)
@@ -77,6 +78,7 @@ class Fsdp(Native):
     name: ClassVar[str] = "fsdp"
     title: ClassVar[str] = "FSDP"
     whole: ClassVar[str] = ""  # Its state_dict() is called on all ranks, and is whole.
+    whole_state: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]] = (
         "torch.distributed.fsdp.",
         "torch.distributed._composable.fsdp.",
