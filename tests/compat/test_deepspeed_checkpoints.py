@@ -69,3 +69,24 @@ def test_where_ranks_had_the_same_state_another_number_of_them_is_told_of_nothin
 ) -> None:
     world_pool(2).run(under, "ddp", kept, tmp_path, 3, True, True)
     assert world_pool(1).run(under, "single", kept, tmp_path, 3, False) == [(5, "")]
+
+
+def written(directory: Path) -> dict[str, torch.dtype]:
+    model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}},
+    )
+    engine.save_16bit_model(directory)
+    file = torch.load(directory / "pytorch_model.bin", weights_only=True)
+    return {name: one.dtype for name, one in file.items()}
+
+
+def test_weights_in_half_precision_come_with_buffers_as_they_are(
+    world_pool: Any, tmp_path: Path
+) -> None:
+    """As DeepSpeed 0.19.8 has them: statistics lose nothing."""
+    (found,) = world_pool(1).run(under, "single", written, tmp_path)
+    assert found["0.weight"] == found["1.weight"] == torch.bfloat16
+    assert found["1.running_mean"] == found["1.running_var"] == torch.float32

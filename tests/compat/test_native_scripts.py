@@ -144,18 +144,20 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.ones(4, 2)).square().sum().backward()
 optimizer.step()
 torch.save(model.state_dict(), "kept.pt")
-os.remove("kept.pt")
 """
 
 
-def test_a_file_that_each_rank_removes_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(REMOVES)
+@pytest.mark.parametrize("line", ['os.remove("kept.pt")', 'torch.load("never.pt")'])
+def test_a_file_that_each_rank_removes_is_explained(tmp_path: Path, line: str) -> None:
+    (tmp_path / "train.py").write_text(f"{REMOVES}{line}\n")
     done = subprocess.run(
         [*TORCHRUN, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
         env={**os.environ, "UNIPAR_STRATEGY": "ddp"},
     )  # fmt: skip
     assert done.returncode != 0
-    assert "each of 2 ranks runs the script, and another one may have removed" in done.stderr
+    assert "FileNotFoundError" in done.stderr
+    explained = "each of 2 ranks runs the script, and another one may have removed" in done.stderr
+    assert explained is ("remove" in line)
 
 
 ON_RANKS = """\

@@ -262,6 +262,19 @@ class CheckpointImporter(Protocol):
         """
         ...
 
+    @classmethod
+    def keep_beside(cls, path: Path, converted: Path) -> None:
+        """Put beside what trains what else scripts of the framework find in a checkpoint.
+
+        Args:
+            path: what :meth:`read_checkpoint` was given.
+            converted: the checkpoint that was made of it.
+
+        Raises:
+            CheckpointError: something of it cannot be taken over.
+        """
+        ...
+
 
 def from_framework(
     name: str, source: str | Path, output: str | Path, *, engine: str = "model"
@@ -301,7 +314,9 @@ def from_framework(
         )
     step = int(state.extra["num_steps"])
     manifest = _manifest(output, step=step, strategy=name, weights_only=not moments)
-    return save_states(manifest, {engine: state}, World(Placement()), None)
+    path = save_states(manifest, {engine: state}, World(Placement()), None)
+    strategy.keep_beside(source, path)
+    return path
 
 
 def _manifest(output: str | Path, *, step: int, strategy: str, weights_only: bool) -> Manifest:

@@ -133,7 +133,12 @@ def _infos(tensors: Mapping[str, TensorIndex]) -> dict[str, TensorInfo]:
 
 
 def load_one(
-    path: Path, engines: Mapping[str, Engine], world: World, *, optimizer: bool
+    path: Path,
+    engines: Mapping[str, Engine],
+    world: World,
+    *,
+    optimizer: bool,
+    scheduler: bool,
 ) -> Manifest:
     """Restore engines from one checkpoint, as :func:`unipar.checkpoint.load`. Collective."""
     manifest: Manifest | None = None
@@ -145,7 +150,7 @@ def load_one(
     agree(world, error)
     assert manifest is not None
     optimizer = optimizer and not manifest.weights_only
-    refusals = other_training(manifest, engines) if optimizer else []
+    refusals = other_training(manifest, engines, scheduler=scheduler) if optimizer else []
     seen = world.gather((manifest.path.name, refusals))
     found = sorted({name for name, _ in seen})
     if len(found) > 1:
@@ -154,7 +159,7 @@ def load_one(
             "on a filesystem that all ranks share."
         )
     refusals = next((own for _, own in seen if own), [])
-    given = training_values(engines)
+    given = training_values(engines, scheduler=scheduler)
     try:
         _check_engines(manifest, engines, exact=optimizer)
         for name, engine in engines.items():
@@ -170,7 +175,7 @@ def load_one(
         if str(manifest.path) not in error:
             error = f"{manifest.path}: {error}"
     agree(world, error)
-    overridden = overridden_values(given, training_values(engines))
+    overridden = overridden_values(given, training_values(engines, scheduler=scheduler))
     if overridden and world.is_main:
         logger.warning(
             "%s goes on with its own values, not those given now: %s. To train with others, begin "

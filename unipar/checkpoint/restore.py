@@ -19,7 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 def load(
-    path: str | Path, engines: Mapping[str, Engine], world: World, *, optimizer: bool = True
+    path: str | Path,
+    engines: Mapping[str, Engine],
+    world: World,
+    *,
+    optimizer: bool = True,
+    scheduler: bool = True,
 ) -> Manifest:
     """Restore engines from a checkpoint, written under any strategy by any number of ranks.
 
@@ -34,6 +39,7 @@ def load(
         world: the run's processes.
         optimizer: whether to restore training state (optimizer, scheduler, scaler, generators), or
             the weights alone. A checkpoint made from bare weights has nothing else.
+        scheduler: whether schedulers are the engines'; else the caller has them, and restores them.
 
     Returns:
         the manifest: step, progress, metrics.
@@ -46,12 +52,17 @@ def load(
     """
     found = None
     if not is_checkpoint(path):
-        found = load_newest(path, engines, world, optimizer=optimizer)
-    return found or load_one(Path(path), engines, world, optimizer=optimizer)
+        found = load_newest(path, engines, world, optimizer=optimizer, scheduler=scheduler)
+    return found or load_one(Path(path), engines, world, optimizer=optimizer, scheduler=scheduler)
 
 
 def load_newest(
-    directory: str | Path, engines: Mapping[str, Engine], world: World, *, optimizer: bool = True
+    directory: str | Path,
+    engines: Mapping[str, Engine],
+    world: World,
+    *,
+    optimizer: bool = True,
+    scheduler: bool = True,
 ) -> Manifest | None:
     """Restore engines from the newest checkpoint in a directory that is not damaged. Collective.
 
@@ -80,7 +91,7 @@ def load_newest(
         if path is None:
             break
         try:
-            return load_one(path, engines, world, optimizer=optimizer)
+            return load_one(path, engines, world, optimizer=optimizer, scheduler=scheduler)
         except CheckpointError as error:
             # What is read is verified as it is read, so all of a checkpoint is read for that alone
             # only when one turns out to be damaged: an older one must not take its place because

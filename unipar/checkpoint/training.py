@@ -44,10 +44,13 @@ def _listed(built: Mapping[str, Any], module: str = "") -> str:
     return ", ".join(texts)
 
 
-def other_training(manifest: Manifest, engines: Mapping[str, Engine]) -> list[str]:
+def other_training(
+    manifest: Manifest, engines: Mapping[str, Engine], *, scheduler: bool
+) -> list[str]:
     """Why the engines would train on otherwise than the run that made the checkpoint.
 
-    An engine without an optimizer trains nothing, so nothing is asked of it.
+    An engine without an optimizer trains nothing, so nothing is asked of it; nor is anything asked
+    of schedulers where the caller has them.
     """
     refusals: list[str] = []
     for name, engine in engines.items():
@@ -59,7 +62,9 @@ def other_training(manifest: Manifest, engines: Mapping[str, Engine]) -> list[st
         instead = "or begin a new run from the checkpoint's weights (unipar.load_model)."
         saved = "lr_scheduler" in stored.extra
         own = class_names(engine)
-        if saved and engine.lr_scheduler is None:
+        if not scheduler:
+            pass
+        elif saved and engine.lr_scheduler is None:
             kind = stored.extra.get(SCHEDULER, "one")
             refusals.append(
                 f"{where} with a learning-rate scheduler ({kind}), and {whose} has none: its "
@@ -71,7 +76,8 @@ def other_training(manifest: Manifest, engines: Mapping[str, Engine]) -> list[st
                 f"({own[SCHEDULER]}), which would begin at its first step. Leave lr_scheduler out, "
                 f"{instead}"
             )
-        for key, argument in ((OPTIMIZER, "optimizer"), (SCHEDULER, "lr_scheduler")):
+        named = ((OPTIMIZER, "optimizer"), (SCHEDULER, "lr_scheduler"))
+        for key, argument in named[: 1 + scheduler]:
             was, now = stored.extra.get(key), own.get(key)
             if was and now and was != now:
                 refusals.append(
@@ -81,8 +87,13 @@ def other_training(manifest: Manifest, engines: Mapping[str, Engine]) -> list[st
     return refusals
 
 
-def training_values(engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Return what optimizers and schedulers were built with, but for what training moves."""
+def training_values(engines: Mapping[str, Engine], *, scheduler: bool) -> dict[str, Any]:
+    """Return what optimizers and schedulers were built with, but for what training moves.
+
+    Args:
+        engines: by name.
+        scheduler: whether schedulers are the engines'; else the caller's move learning rates.
+    """
     values: dict[str, Any] = {}
     for name, engine in engines.items():
         prefix = "" if len(engines) == 1 else f"{name}: "
@@ -94,15 +105,15 @@ def training_values(engines: Mapping[str, Engine]) -> dict[str, Any]:
             known = _arguments(_innermost(own)) - {"params"} | {"initial_lr"}
             suffix = "" if len(groups) == 1 else f" of group {number}"
             moved: set[str] = set()
-            if "initial_lr" in group:
+            if "initial_lr" in group or not scheduler:
                 moved.add("lr")
             if "max_momentum" in group:
                 moved |= {"momentum", "betas"}
             for key in known & group.keys() - moved:
                 values[f"{prefix}{key}{suffix}"] = _plain(group[key])
-        for name, scheduler in schedulers_in(engine.lr_scheduler).items():
-            held, whose = vars(scheduler), f" of '{name}'" * bool(name)
-            for key in _arguments(scheduler) & held.keys() - {"last_epoch"}:
+        for name, one in schedulers_in(engine.lr_scheduler).items():
+            held, whose = vars(one), f" of '{name}'" * bool(name)
+            for key in _arguments(one) & held.keys() - {"last_epoch"}:
                 values[f"{prefix}{key} of lr_scheduler{whose}"] = _plain(held[key])
     return values
 

@@ -12,7 +12,9 @@ import functools
 import importlib
 import logging
 import random
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -338,7 +340,7 @@ def explain_uncaught(session: Session) -> Callable[[], None]:
             shown(kind, error, trace)
             if classify(error).is_echo:
                 print(_WAITED.format(rank=session.world.rank), file=sys.stderr)
-            elif isinstance(error, FileNotFoundError) and session.world.size > 1:
+            elif session.world.size > 1 and _removes(error):
                 print(_GONE.format(size=session.world.size), file=sys.stderr)
         else:
             shown(type(explained), explained, None)
@@ -349,6 +351,15 @@ def explain_uncaught(session: Session) -> Callable[[], None]:
 
     sys.excepthook = show
     return undo
+
+
+def _removes(error: BaseException) -> bool:
+    """Whether an error is that a file is gone which the script was about to remove or to rename."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, FileNotFoundError) and any(
+        re.search(r"(remove|unlink|rename|replace|rmdir|rmtree|move)\w*\(", one.line or "")
+        for one in frames
+    )
 
 
 def explain_spawned() -> None:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from unipar import Session
 from unipar.checkpoint import from_framework
+from unipar.compat import deepspeed
+from unipar.compat.run import current
 from unipar.data import Loader
 from unipar.errors import CheckpointError, ConfigError
 from unipar.state import named_weights
@@ -127,6 +129,147 @@ def test_goes_on_as_if_undisturbed(
     for step, losses in world_pool(ranks).run(go_on, strategy, path):
         assert step == HALF
         assert losses == pytest.approx(expected, rel=RELATIVE)
+
+
+# -- scripts that DeepSpeed's face runs ------------------------------------------------------------
+
+
+def by_face(placement: Placement, strategy: str, act: Callable[..., Any], *args: Any) -> Any:
+    """Act with :mod:`unipar.compat.deepspeed`, under a strategy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNIPAR_STRATEGY", strategy)
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        current.stand(placement, Path("unipar.yaml"))
+        try:
+            return act(current.placement(), deepspeed, *args)
+        finally:
+            current.close()
+
+
+def by_deepspeed(placement: Placement, act: Callable[..., Any], *args: Any) -> Any:
+    """Act with DeepSpeed itself."""
+    world = join(placement)
+    environment = framework.start(world)
+    try:
+        return act(placement, framework.load(), *args)
+    finally:
+        framework.stop(environment)
+        world.leave()
+
+
+def go_on_with(placement: Placement, module: Any, directory: Path, stage: int) -> Any:
+    model = Language(elsewhere=True)
+    optimizer = portability.make_optimizer(model.named_parameters())
+    engine, *_ = module.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=portability.make_scheduler(optimizer),
+        config={
+            "train_micro_batch_size_per_gpu": BATCH // placement.size,
+            "gradient_clipping": 0.5,
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    _, kept = engine.load_checkpoint(str(directory))
+    loader = Loader(
+        portability.data(),
+        global_batch_size=BATCH,
+        shuffle=True,
+        data_rank=placement.rank,
+        data_size=placement.size,
+    )
+    losses = []
+    for (own,) in itertools.islice(endless(loader), engine.global_steps, STEPS):
+        loss = portability.loss_sum(engine, own.data)
+        sums = torch.stack([loss.total.detach(), torch.as_tensor(float(loss.count))])
+        if placement.size > 1:
+            dist.all_reduce(sums)
+        losses.append((sums[0] / sums[1]).item())
+        engine.backward(loss.total * placement.size / sums[1])
+        engine.step()
+    return kept, losses
+
+
+@pytest.mark.parametrize(("strategy", "stage", "ranks"), [("zero2", 2, 2), ("fsdp", 3, 2)])
+def test_a_migrated_script_goes_on_as_if_undisturbed(
+    plain: dict[str, Path],
+    world_pool: WorldPools,
+    tmp_path: Path,
+    strategy: str,
+    stage: int,
+    ranks: int,
+) -> None:
+    from_framework("deepspeed", plain[str(stage)], tmp_path)
+    expected = portability.uninterrupted()[HALF:]
+    found = world_pool(ranks).run(by_face, strategy, go_on_with, tmp_path, stage)
+    for kept, losses in found:
+        assert kept == {"epoch": 1, "notes": ["plain", 1.5]}
+        assert losses == pytest.approx(expected, rel=RELATIVE)
+
+
+def scheduled(placement: Placement, module: Any, directory: Path, saves: bool) -> Any:
+    """Train a model of five elements by a schedule of DeepSpeed's, and what goes on of it."""
+    torch.manual_seed(int(saves))
+    model = torch.nn.Linear(4, 1)
+    schedule = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 4}
+    engine, *_ = module.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+            "scheduler": {"type": "WarmupDecayLR", "params": {**schedule, "total_num_steps": 9}},
+        },
+    )
+    found = []
+    if not saves:
+        kept = engine.load_checkpoint(str(directory))[1]
+        found += [engine.global_steps, engine.global_samples, *kept["seen"].tolist()]
+    x = torch.arange(8.0).view(2, 4) / 8 + placement.rank
+    for _ in range(3):
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        found += [loss.item(), *engine.get_lr()]
+    if saves:
+        engine.save_checkpoint(str(directory), tag="t", client_state={"seen": torch.ones(2)})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_schedule_of_deepspeeds_goes_on_by_its_face_alone(
+    world_pool: WorldPools, tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = world_pool(ranks)
+    pool.run(by_deepspeed, scheduled, tmp_path / "own", True)
+    expected = pool.run(by_deepspeed, scheduled, tmp_path / "own", False)
+    path = from_framework("deepspeed", tmp_path / "own", tmp_path / "own/t-unipar")
+    assert "alone finds the state of DeepSpeed's own scheduler and client_state" in caplog.text
+    found = pool.run(by_face, "zero2", scheduled, tmp_path / "own/t-unipar", False)
+    assert found == [pytest.approx(one) for one in expected]
+    assert found == pool.run(by_face, "zero2", scheduled, path, False)
+
+
+def loads_nothing(placement: Placement, module: Any, directory: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    engine, *_ = module.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={"train_micro_batch_size_per_gpu": 2},
+    )
+    engine.load_checkpoint(str(directory))
+
+
+def test_what_no_engine_has_saved_is_refused_in_words(
+    plain: dict[str, Path], world_pool: WorldPools, tmp_path: Path
+) -> None:
+    path = from_framework("deepspeed", plain["2"], tmp_path)
+    (path / "engine.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"has no engine\.pt.*load_module_only=True"):
+        world_pool(2).run(by_face, "ddp", loads_nothing, tmp_path)
+    with pytest.raises(CheckpointError, match=r"engine\.load_checkpoint\('.*-unipar'\)"):
+        world_pool(2).run(by_face, "ddp", loads_nothing, plain["2"])
 
 
 @pytest.mark.thorough

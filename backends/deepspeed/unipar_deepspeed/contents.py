@@ -62,6 +62,8 @@ class Model(BaseModel):
     Attributes:
         module: weights; those that are divided among the optimizer's files are empty here.
         global_steps: steps taken.
+        global_samples: samples seen.
+        skipped_steps: steps left out.
         param_shapes: of each of the optimizer's groups, the shapes by name in the group's order.
         shared_params: further names of tied weights.
         frozen_param_shapes: shapes of what is not trained.
@@ -73,6 +75,8 @@ class Model(BaseModel):
     model_config = _LOOSE
     module: dict[str, _Tensor]
     global_steps: _Count
+    global_samples: _Count | None = None
+    skipped_steps: _Count = 0
     param_shapes: list[_Shapes] | None = None
     shared_params: dict[str, str] | None = None
     frozen_param_shapes: _Shapes | None = None
@@ -90,10 +94,15 @@ class Base(BaseModel):
 
 
 class Partitioned(BaseModel):
-    """An optimizer of stages 1 and 2."""
+    """An optimizer of stages 1 and 2.
+
+    Attributes:
+        group_paddings: how many elements the last rank's part of each group is filled up by.
+    """
 
     model_config = _LOOSE
     single_partition_of_fp32_groups: list[_Flat]
+    group_paddings: list[_Count] | None = None
     base_optimizer_state: Base | list[Any]
     partition_count: _Count | list[_Count]
     param_alignment_paddings: list[list[_Count]] | None = None

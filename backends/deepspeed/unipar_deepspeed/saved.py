@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,18 @@ from unipar_deepspeed import contents, files
 _NOT_FOR_TORCH = frozenset({"params", "step", "bias_correction"})
 """What DeepSpeed's own optimizers keep in a group, and PyTorch's do not."""
 
+logger = logging.getLogger(__name__)
+
+_OF_DEEPSPEED = frozenset(
+    {
+        "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes",
+        "shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd",
+        "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples",
+        "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info", "num_experts", "ds_config", "ds_version",
+    }
+)  # fmt: skip
+"""What a file of the model has beside a script's ``client_state`` (0.19.8, runtime/engine.py)."""
 _MASTER = "master"
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -84,6 +97,51 @@ def read(path: Path) -> EngineState:
         if isinstance(scheduler, Mapping) and "last_epoch" in scheduler:
             state.extra["lr_scheduler"] = to_json(scheduler, "lr_scheduler")
     return state
+
+
+def keep_beside(path: Path, converted: Path) -> None:
+    """Keep what a script that loads by DeepSpeed's face finds beside what trains.
+
+    Args:
+        path: what :func:`read` was given.
+        converted: the checkpoint that was made of it.
+
+    Raises:
+        CheckpointError: ``client_state`` holds objects.
+    """
+    from unipar.compat.deepspeed_kept import convert_kept
+
+    each: list[dict[str, Any]] = []
+    schedules = half = False
+    for file in files.of_model(files.step_directory(path)):
+        held = files.load(file)
+        model = contents.model(held, file)
+        scheduler = model.lr_scheduler
+        schedules |= isinstance(scheduler, Mapping) and "last_epoch" not in scheduler
+        half |= any(value.dtype is torch.float16 for value in model.module.values())
+        each.append(
+            {
+                "client_state": {k: v for k, v in held.items() if k not in _OF_DEEPSPEED},
+                "lr_scheduler": scheduler,
+                "global_steps": model.global_steps,
+                "global_samples": model.global_samples,
+                "skipped_steps": model.skipped_steps,
+            }
+        )
+    convert_kept(converted, each)
+    left = [
+        *(["the state of DeepSpeed's own scheduler"] if schedules else ()),
+        *(["client_state"] if any(one["client_state"] for one in each) else ()),
+    ]
+    if left:
+        logger.warning(
+            "%s: engine.load_checkpoint of unipar.compat.deepspeed alone finds %s in it. fit and "
+            "Session go on with the optimizer's learning rates as they were saved, and begin a "
+            "scheduler that is given to them anew.",
+            converted, " and ".join(left),
+        )  # fmt: skip
+    if half:
+        logger.warning("%s: the loss scale of fp16 is not taken over, and begins anew.", converted)
 
 
 class _Saved:
@@ -216,16 +274,26 @@ class _Saved:
             return master
         moment = self._base(piece.rank).state.get(piece.flat, {}).get(key)
         # The last rank's masters are without the padding at their end, its moments are with it.
+        padding = self._padding(piece)
         if (
             not isinstance(moment, torch.Tensor)
             or moment.dim() != 1
-            or not master.numel() <= moment.numel() <= self._flats[0][piece.flat].numel()
+            or not master.numel() <= moment.numel() <= master.numel() + padding
             or not moment.is_floating_point()
         ):
             raise self._error(
                 f"holds optimizer state '{key}' that is not of the size of its partition"
             )
         return moment
+
+    def _padding(self, piece: Piece) -> int:
+        """How many elements more than weights the state of a piece's partition may have."""
+        own = self._optimizers[piece.rank]
+        told = own.group_paddings if isinstance(own, contents.Partitioned) else None
+        if told is not None and piece.flat < len(told):
+            return told[piece.flat]
+        flats = self._flats
+        return flats[0][piece.flat].numel() - flats[piece.rank][piece.flat].numel()
 
     def _base(self, rank: int) -> contents.Base:
         """PyTorch's state dict of the optimizer over flat partitions."""

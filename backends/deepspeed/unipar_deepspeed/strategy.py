@@ -96,6 +96,12 @@ class DeepSpeedStrategy(Strategy):
 
         return saved.read(path)
 
+    @classmethod
+    def keep_beside(cls, path: Path, converted: Path) -> None:
+        from unipar_deepspeed import saved
+
+        saved.keep_beside(path, converted)
+
     def capabilities(self) -> Capabilities:
         stage = self.options.stage
         if self.options.tp > 1:

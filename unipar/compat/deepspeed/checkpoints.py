@@ -12,19 +12,17 @@ from torch import nn
 
 from unipar import checkpoint
 from unipar.compat.deepspeed_config import zero_stage
+from unipar.compat.deepspeed_kept import COUNTS, read_kept, write_kept
 from unipar.compat.deepspeed_names import refuse
-from unipar.compat.readable import are_equal, check_readable
+from unipar.compat.readable import check_readable
 from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from unipar.compat.deepspeed.parts import EngineModel
-    from unipar.world import World
 
 log = logging.getLogger("unipar")
-_COUNTS = ("global_steps", "global_samples", "skipped_steps")
-"""As in DeepSpeed, micro-batches go on from where they are."""
 
 
 class Keeping(nn.Module):
@@ -34,6 +32,7 @@ class Keeping(nn.Module):
     config: dict[str, Any]
     lr_scheduler: Any
     global_steps: int
+    train_batch_size: Callable[[], int]
     _model: EngineModel
     _precision: str
 
@@ -66,7 +65,7 @@ class Keeping(nn.Module):
         own = {
             "client_state": dict(client_state or {}),
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
-            **{key: getattr(self, key) for key in _COUNTS},
+            **{key: getattr(self, key) for key in COUNTS},
         }
         check_readable(own["client_state"], "save_checkpoint: client_state")
         session, world = current.session, current.world()
@@ -78,7 +77,7 @@ class Keeping(nn.Module):
         # DeepSpeed 0.19.8, runtime/engine.py, _get_ckpt_name: then each rank has a file.
         each = zero_stage(self.config) == 3
         if each or world.is_main:
-            torch.save({**own, "ranks": world.size if each else 1}, _own_file(path, world.rank))
+            write_kept(path, world.rank, own, ranks=world.size if each else 1)
         if world.is_main and save_latest:
             (Path(save_dir) / "latest").write_text(name)
         world.barrier()
@@ -94,7 +93,7 @@ class Keeping(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Take over a checkpoint of :meth:`save_checkpoint`. Collective.
+        """Take over a checkpoint of :meth:`save_checkpoint`, or of ``unipar convert``. Collective.
 
         Args:
             load_dir: holds checkpoints.
@@ -110,35 +109,52 @@ class Keeping(nn.Module):
             one has none in it; twice ``None`` where there is no checkpoint.
 
         Raises:
-            CheckpointError: it is of another program, or DeepSpeed's own.
+            CheckpointError: it is of another program, or DeepSpeed's own; or of none of this
+                face's, and more than weights is asked for.
         """
         if not load_module_strict:
             refuse("load_checkpoint(load_module_strict=False)")
         if custom_load_fn is not None:
             refuse("load_checkpoint(custom_load_fn=…)")
-        world, latest = current.world(), Path(load_dir) / "latest"
-        if tag is None:
-            tag = world.broadcast(latest.read_text().strip() if latest.is_file() else None)
-        if tag is None:
+        world = current.world()
+        directory = world.broadcast(_asked_for(Path(load_dir), tag))
+        if directory is None:
+            if world.is_main:
+                log.warning(
+                    "load_checkpoint(%s): there is no file 'latest' in it, and no tag was given, "
+                    "so that nothing is loaded, as in DeepSpeed: training begins anew.", load_dir
+                )  # fmt: skip
             return None, None
-        directory = Path(load_dir) / str(tag)
         if any(directory.glob("*model_states.pt")):
             raise CheckpointError(
                 f"{directory} is DeepSpeed's own checkpoint. Convert it: unipar convert --from "
-                f"deepspeed {directory} {directory}-unipar, and load what that writes."
+                f"deepspeed {directory} {directory}-unipar, and load what that writes: "
+                f"engine.load_checkpoint('{directory}-unipar')."
             )
         path = checkpoint.find(directory)
+        kept = read_kept(path, world)
+        if kept is None and not load_module_only:
+            raise CheckpointError(
+                f"{path} has no engine.pt: neither engine.save_checkpoint nor unipar convert "
+                "--from deepspeed has written it, and nothing tells of steps and client_state. "
+                "Convert what DeepSpeed itself has saved anew; or load weights alone: "
+                "load_module_only=True."
+            )
         everything = load_optimizer_states and not load_module_only
         # DeepSpeed leaves a script's random numbers as they are.
         with own_randomness(world.device):
-            checkpoint.load(path, self._engines(), world, optimizer=everything)
-        own = _read_own(path, world)
-        for key in () if load_module_only else _COUNTS:
-            setattr(self, key, own[key])
+            checkpoint.load(path, self._engines(), world, optimizer=everything, scheduler=False)
+        if kept is None:
+            return str(directory), {}
+        if kept["global_samples"] is None:
+            # Files of older DeepSpeeds do not tell, and newer ones take this.
+            kept["global_samples"] = kept["global_steps"] * self.train_batch_size()
+        for key in () if load_module_only else COUNTS:
+            setattr(self, key, kept[key])
         scheduled = load_lr_scheduler_states and not load_module_only
-        if scheduled and self.lr_scheduler is not None and own["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(own["lr_scheduler"])
-        return str(directory), own["client_state"]
+        if scheduled and self.lr_scheduler is not None and kept["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(kept["lr_scheduler"])
+        return str(directory), kept["client_state"]
 
     def _engines(self) -> dict[str, Any]:
         training = self._model.training_by
@@ -194,7 +210,9 @@ class Keeping(nn.Module):
         dtype = COMPUTE_DTYPES[self._precision] if self._precision != "fp32" else None  # pyright: ignore[reportArgumentType]
         if current.placement().rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            halved = {n: one.to(dtype) if one.is_floating_point() else one
+            # DeepSpeed 0.19.8, _cast_module_mixed_precision of runtime/engine.py.
+            buffers = {name for name, _ in self.module.named_buffers()}
+            halved = {n: one.to(dtype) if one.is_floating_point() and n not in buffers else one
                       for n, one in state.items()}  # fmt: skip
             torch.save(halved, Path(save_dir) / save_filename)
         current.world().barrier()
@@ -218,27 +236,15 @@ class Keeping(nn.Module):
                 current.session.release(name)
 
 
-def _own_file(path: Path, rank: int) -> Path:
-    return path / (f"engine-{rank}.pt" if rank else "engine.pt")
-
-
-def _read_own(path: Path, world: World) -> dict[str, Any]:
-    """What an engine of this rank has kept in a checkpoint; rank 0's, where there is no such."""
-    own = _own_file(path, world.rank)
-    if world.is_main:
-        first = _read(own)
-        ranks = first.get("ranks", 1)
-        if ranks not in (1, world.size) and any(
-            not are_equal(first["client_state"], _read(_own_file(path, rank))["client_state"])
-            for rank in range(1, ranks)
-        ):
-            log.warning(
-                "%s holds a client_state of each of %d ranks, which differ, and there are %d "
-                "now. Each rank gets its own, and rank 0's where it has none.",
-                path, ranks, world.size,
-            )  # fmt: skip
-    return _read(own if own.is_file() else _own_file(path, 0))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return torch.load(file, weights_only=True, map_location="cpu")
+def _asked_for(directory: Path, tag: str | int | None) -> Path | None:
+    """Where a checkpoint is, by its tag, or the latest; or what ``unipar convert`` has written."""
+    latest = directory / "latest"
+    if tag is not None:
+        return directory / str(tag)
+    if latest.is_file():
+        return directory / latest.read_text().strip()
+    try:
+        checkpoint.find(directory)
+    except CheckpointError:
+        return None
+    return directory
