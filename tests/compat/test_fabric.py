@@ -37,7 +37,7 @@ REFUSED = {
 """What is refused rightly: a remedy is in the message."""
 
 # Accumulation, clipping, files and logs; methods and clipping by value; samplers of all kinds.
-QUICK = {("language", "fsdp"), ("agent", "zero2"), ("samplers", "ddp")}
+QUICK = {("language", "fsdp"), ("samplers", "ddp")}
 
 
 def program(name: str) -> tuple[Path, str, dict[str, str]]:

@@ -38,8 +38,8 @@ NOTED = {"horovod/imagenet": BOTH, "torch/imagenet": BOTH}
 """What migrating says of them: one rank alone takes it."""
 
 # A class of its own with an endless sampler; ranks of a script's own, with half precision where
-# variables say so; Horovod's collectives.
-QUICK = {("mingpt", "single"), ("torch/nanogpt", "fsdp"), ("horovod/mnist", "zero2")}
+# variables say so. Horovod's page has a script that is always run beside Horovod.
+QUICK = {("mingpt", "single"), ("torch/nanogpt", "fsdp")}
 
 
 def migrated(program: str) -> dict[str, str]:

@@ -281,7 +281,7 @@ def said(start: list[str], script: str, at: Path, strategy: str) -> list[str]:
     [
         (SEEDS, "ddp"), (BUFFERS, "ddp"), (HALF, "fsdp"),
         pytest.param(HALF, "ddp", marks=pytest.mark.thorough), (APART, "ddp"), (UNSHARDED, "ddp"),
-        (UNUSED, "ddp"), (FROZEN, "ddp"),
+        pytest.param(UNUSED, "ddp", marks=pytest.mark.thorough), (FROZEN, "ddp"),
         pytest.param(FROZEN, "fsdp", marks=pytest.mark.thorough),
         pytest.param(UNUSED, "horovod", marks=pytest.mark.thorough),
     ],

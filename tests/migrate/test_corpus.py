@@ -17,10 +17,10 @@ from unipar.migrate.verify import Proof, verify
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
-# What the pages' examples, which test_pages.py runs for the other dialects, do not have: ranks that
-# a script starts itself, two engines, cells. All changes are compared below; programs of frameworks
-# that have a face are trained in tests/compat.
-QUICK = ("ddp/spawned_trainer", "notebook/two_moons", "torch/gan")
+# What the pages' examples, which test_pages.py runs for the other dialects, do not have: two
+# engines, cells. All changes are compared below; programs of frameworks that have a face, and ranks
+# that a script starts itself, are in tests/compat.
+QUICK = ("notebook/two_moons", "torch/gan")
 
 
 def proof_of(program: str, **how: Any) -> Proof:
