@@ -13,6 +13,7 @@ from torch import nn
 
 from unipar.compat import deepspeed
 from unipar.compat.run import current
+from unipar.errors import CheckpointError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -69,6 +70,29 @@ def test_where_ranks_had_the_same_state_another_number_of_them_is_told_of_nothin
 ) -> None:
     world_pool(2).run(under, "ddp", kept, tmp_path, 3, True, True)
     assert world_pool(1).run(under, "single", kept, tmp_path, 3, False) == [(5, "")]
+
+
+def scheduled(directory: Path) -> list[int]:
+    """Counts of a schedule that a checkpoint without one is loaded into."""
+    model = nn.Linear(4, 1)
+    config = {"train_micro_batch_size_per_gpu": 2}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.save_checkpoint(directory)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )
+    with pytest.raises(CheckpointError, match=r"without a scheduler.*load_lr_scheduler_states"):
+        engine.load_checkpoint(directory)
+    engine.load_checkpoint(directory, load_lr_scheduler_states=False)
+    return [scheduler.last_epoch, engine.global_steps]
+
+
+def test_a_schedule_does_not_begin_anew_without_a_word(world_pool: Any, tmp_path: Path) -> None:
+    assert world_pool(1).run(under, "single", scheduled, tmp_path) == [[0, 0]]
 
 
 def written(directory: Path) -> dict[str, torch.dtype]:

@@ -62,15 +62,13 @@ def other_training(
         instead = "or begin a new run from the checkpoint's weights (unipar.load_model)."
         saved = "lr_scheduler" in stored.extra
         own = class_names(engine)
-        if not scheduler:
-            pass
-        elif saved and engine.lr_scheduler is None:
+        if scheduler and saved and engine.lr_scheduler is None:
             kind = stored.extra.get(SCHEDULER, "one")
             refusals.append(
                 f"{where} with a learning-rate scheduler ({kind}), and {whose} has none: its "
                 f"learning rate would stay as it is. Pass the same lr_scheduler, {instead}"
             )
-        elif engine.lr_scheduler is not None and not saved:
+        elif scheduler and engine.lr_scheduler is not None and not saved:
             refusals.append(
                 f"{where} without a learning-rate scheduler, and {whose} has one "
                 f"({own[SCHEDULER]}), which would begin at its first step. Leave lr_scheduler out, "

@@ -141,6 +141,12 @@ class Keeping(nn.Module):
                 "load_module_only=True."
             )
         everything = load_optimizer_states and not load_module_only
+        scheduled = load_lr_scheduler_states and not load_module_only
+        if scheduled and self.lr_scheduler is not None and kept and kept["lr_scheduler"] is None:
+            raise CheckpointError(
+                f"{path} was saved without a scheduler, and this engine has one, which would begin "
+                "anew. Say load_lr_scheduler_states=False, and it does."
+            )
         # DeepSpeed leaves a script's random numbers as they are.
         with own_randomness(world.device):
             checkpoint.load(path, self._engines(), world, optimizer=everything, scheduler=False)
@@ -151,8 +157,7 @@ class Keeping(nn.Module):
             kept["global_samples"] = kept["global_steps"] * self.train_batch_size()
         for key in () if load_module_only else COUNTS:
             setattr(self, key, kept[key])
-        scheduled = load_lr_scheduler_states and not load_module_only
-        if scheduled and self.lr_scheduler is not None and kept["lr_scheduler"] is not None:
+        if scheduled and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(kept["lr_scheduler"])
         return str(directory), kept["client_state"]
 
