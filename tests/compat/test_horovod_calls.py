@@ -128,3 +128,42 @@ def restored() -> list[float]:
 def test_nothing_is_restored_in_silence(world_pool: Any) -> None:
     for said in world_pool(2).run(plainly, "ddp", restored):
         assert "elastic.TorchState.restore() has no counterpart here. Nothing is kept" in said
+
+
+def compressed(kinds: list[str]) -> list[float]:
+    """How far a step takes a weight whose gradient is 2049, of which half precision has 2048."""
+    hvd.init()
+    found: list[float] = []
+    for kind in kinds:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model.named_parameters(),
+            compression=getattr(hvd.Compression, kind),
+        )
+        model(torch.full((1, 1), 2049.0)).sum().backward()
+        optimizer.step()
+        found.append(-model.state_dict()["weight"].item())
+    return found
+
+
+@pytest.mark.parametrize("kinds", [["fp16", "none"], ["none", "fp16"]])
+@pytest.mark.parametrize("strategy", ["ddp", "horovod", None])
+def test_each_optimizer_compresses_by_itself(
+    world_pool: Any, strategy: str | None, kinds: list[str]
+) -> None:
+    if strategy == "horovod":
+        pytest.importorskip("horovod")
+    expected = [2048.0 if one == "fp16" else 2049.0 for one in kinds]
+    assert world_pool(2).run(plainly, strategy, compressed, kinds) == [(expected, [])] * 2
+
+
+def test_a_strategy_that_does_not_compress_says_so(world_pool: Any) -> None:
+    (found, told), (_, quiet) = world_pool(2).run(
+        plainly, "ddp:shard_optimizer=true,compression=none", compressed, ["fp16"]
+    )
+    assert (found, told, quiet) == ([2049.0], [], [])
+    (found, told), _ = world_pool(2).run(plainly, "zero2", compressed, ["fp16"])
+    assert found == [2049.0]
+    assert any("strategy 'zero2' sums gradients as they are" in one for one in told)

@@ -166,13 +166,14 @@ class AdoptedOptimizer(PreparedOptimizer):
     Attributes:
         summed: whether its steps are by the sum over ranks, and not by the mean.
         passes: how many losses have trained its model.
+        compressed: whether the script's framework sums its gradients in fp16.
         skips: whether a step by gradients that are not finite is left out, by more than the loss.
         adds_own: whether the framework leaves the gradients of the pass that begins to each rank.
     """
 
     calls: ClassVar[Calls] = _CALLS
     keeps_model: ClassVar[bool] = True
-    summed = skips = adds_own = False
+    summed = compressed = skips = adds_own = False
     passes = 0
 
     @property

@@ -31,6 +31,7 @@ class Script:
         asked: settings of the run that the script's own calls ask for.
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
+        compresses: optimizers whose gradients ranks sum in fp16.
         delays: when gradients are averaged, by optimizers that do it as Horovod's do.
         options: of the strategy, by models whose wrappers ask for them.
         of_thawed: by optimizers, what their framework does with parameters that are thawed later.
@@ -57,6 +58,7 @@ class Script:
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.compresses: weakref.WeakSet[Any] = weakref.WeakSet()
         self.delays: weakref.WeakKeyDictionary[Any, Delay] = weakref.WeakKeyDictionary()
         self.options: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
             weakref.WeakKeyDictionary()

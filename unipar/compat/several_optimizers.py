@@ -41,6 +41,12 @@ def trained_by(
             f"computed by {' and '.join(others)} alone. Name the model, or the optimizer, of what "
             "the loss is to train."
         )
+    if not found and not loss.requires_grad:
+        raise ConfigError(
+            f"{calls.backward}: this loss has no gradient. All that it was computed of is frozen, "
+            "by requires_grad_(False), or it was computed under torch.no_grad(). Thaw what it is "
+            "to train before the model is called."
+        )
     if not found:
         raise ConfigError(
             "this loss was computed by no call of a model whose optimizer is prepared. Prepare the "

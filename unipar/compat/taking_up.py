@@ -254,6 +254,7 @@ class Adopter(Script):
         if isinstance(adopted, DelayedOptimizer) and delay is not None:
             adopted.delay = delay
         adopted.summed = optimizer in self.sums
+        adopted.compressed = optimizer in self.compresses
         adopted.finds_unused = may_leave_unused(self.options.get(module, {}))
         adopted.of_thawed = self.of_thawed.get(optimizer)
         adopted.alike = not self.aware or current.placement().size == 1
@@ -286,9 +287,10 @@ class Adopter(Script):
             # torch 2.8 to 2.13, autograd/grad_mode.py.
             same = torch.autograd._unsafe_preserve_version_counter(tuple(module.parameters()))  # pyright: ignore[reportPrivateImportUsage]
         with same:
-            adopted.take_over(
-                model, name=name, compile=compiled, strategy_options=self._options_of(model.module)
-            )
+            options = self._options_of(model.module)
+            if adopted.compressed and session.world.size > 1:
+                options |= self._compression(session)
+            adopted.take_over(model, name=name, compile=compiled, strategy_options=options)
         if not adopted.lends_gradients and any(bool(grad.any()) for grad in there):
             session.release(name)
             raise ConfigError(
@@ -304,6 +306,20 @@ class Adopter(Script):
         if not asked or session is None or current.decides("strategy"):
             return {}
         return {key: one for key, one in asked.items() if key in session.strategy.engine_options}
+
+    def _compression(self, session: Session) -> dict[str, Any]:
+        """The option by which a strategy sums one optimizer's gradients in fp16, if it has one."""
+        strategy = session.strategy
+        if "compression" in strategy.options.model_fields_set:
+            return {}
+        if "compression" in strategy.engine_options:
+            return {"compression": "fp16"}
+        self.tell(
+            "compression=hvd.Compression.fp16: strategy '%s' sums gradients as they are, without "
+            "rounding them to fp16 as Horovod does. Leave it out, or use ddp or horovod.",
+            strategy.name,
+        )
+        return {}
 
     def _route(self, optimizer: Any, adopted: AdoptedOptimizer) -> None:
         """Have an optimizer step by its engine, and those that hold it."""

@@ -46,7 +46,8 @@ _OF_LOSS = (
     "For a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
     "Adam (but not of AdamW); any other is computed in the forward of the module that holds them, "
     "where they are whole, and returned with its output. For a moving average or a target network: "
-    "build it once the model is prepared, as [p.detach().clone() for p in model.parameters()], "
+    "build it once the strategy has divided the model (after prepare; behind DDP's or Horovod's "
+    "calls after the first forward pass), as [p.detach().clone() for p in model.parameters()], "
     "which is divided alike, so that it can be averaged with the parameters and copied into them."
 )
 _OF_NUMBER = (

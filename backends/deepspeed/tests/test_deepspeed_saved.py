@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 import subprocess
 import sys
@@ -190,6 +191,19 @@ def go_on_with(placement: Placement, module: Any, directory: Path, stage: int) -
     return kept, losses
 
 
+def told(placement: Placement, module: Any, directory: Path) -> list[str]:
+    """What a script is warned of that goes on from a checkpoint."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("unipar").addHandler(handler)
+    try:
+        go_on_with(placement, module, directory, 0)
+    finally:
+        logging.getLogger("unipar").removeHandler(handler)
+    return said
+
+
 @pytest.mark.parametrize(("strategy", "stage", "ranks"), [("zero2", 2, 2), ("fsdp", 3, 2)])
 def test_a_migrated_script_goes_on_as_if_undisturbed(
     plain: dict[str, Path],
@@ -290,6 +304,9 @@ def test_stage_0_gives_its_weights_and_says_so(
     ((step, losses),) = world_pool(1).run(go_on, "single", path)
     assert step == HALF
     assert losses[0] == pytest.approx(portability.uninterrupted()[HALF], rel=RELATIVE)
+    assert "holds weights alone: the optimizer starts over" in " ".join(
+        world_pool(1).run(by_face, "single", told, path)[0]
+    )
 
 
 def test_master_weights_are_taken_not_rounded_ones(plain: dict[str, Path]) -> None:

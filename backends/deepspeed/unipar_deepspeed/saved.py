@@ -394,7 +394,9 @@ class _Saved:
         if half and not self._optimizers:
             raise self._error(
                 f"has '{half[0]}' in half precision, and its fp32 original, which training goes on "
-                "from, under no name: stage 0 saves so. Load it under stage 1 and save it there"
+                "from, under no name: stage 0 saves so. With DeepSpeed, load it under stage 1 by "
+                "load_checkpoint(…, load_optimizer_states=False) and save it there: training goes "
+                "on from rounded weights then, and the optimizer starts over"
             )
 
     def _error(self, what: str) -> CheckpointError:

@@ -134,6 +134,7 @@ class HorovodStrategy(Strategy):
     name = "horovod"
     options_type = HorovodOptions
     options: HorovodOptions
+    engine_options = frozenset({"compression"})
 
     @classmethod
     def availability(cls) -> Availability:

@@ -92,7 +92,10 @@ class DDPStrategy(Strategy):
     options_type = DDPOptions
     options: DDPOptions
     engine_options = frozenset(
-        ("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+        {
+            *("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"),
+            "compression",
+        }
     )
 
     @classmethod

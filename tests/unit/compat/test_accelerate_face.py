@@ -356,6 +356,19 @@ def test_an_optimizer_without_its_model_says_so() -> None:
     step(accelerator, model, optimizer, torch.ones(1, 2))
 
 
+def test_a_loss_of_what_is_frozen_says_so() -> None:
+    accelerator = Accelerator()
+    networks = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    prepared: list[Any] = [
+        accelerator.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1)) for one in networks
+    ]
+    for one in networks:
+        one.requires_grad_(False)
+    (generator, _), (critic, _) = prepared
+    with pytest.raises(ConfigError, match=r"this loss has no gradient.*requires_grad_\(False\)"):
+        accelerator.backward(critic(generator(torch.ones(2, 3))).sum())
+
+
 def test_gradients_that_another_loss_has_left_are_added_to() -> None:
     def play(backward: Any, first: Any, second: Any, a: Any, b: Any) -> list[list[float]]:
         x = torch.ones(1, 2)

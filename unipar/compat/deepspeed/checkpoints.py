@@ -149,7 +149,11 @@ class Keeping(nn.Module):
             )
         # DeepSpeed leaves a script's random numbers as they are.
         with own_randomness(world.device):
-            checkpoint.load(path, self._engines(), world, optimizer=everything, scheduler=False)
+            found = checkpoint.load(
+                path, self._engines(), world, optimizer=everything, scheduler=False
+            )
+        if everything and found.weights_only and world.is_main:
+            log.warning("%s holds weights alone: the optimizer starts over.", path)
         if kept is None:
             return str(directory), {}
         if kept["global_samples"] is None:

@@ -214,7 +214,7 @@ def DistributedOptimizer(
     if compression not in (Compression.none, Compression.fp16):
         CALLS.refuse("DistributedOptimizer(compression=…)", "DistributedOptimizer(compression=…)")
     if compression is Compression.fp16:
-        adoption.ask(strategy={"name": "ddp", "compression": "fp16"})
+        adoption.compresses.add(optimizer)
     adoption.note_optimizer(optimizer)
     adoption.note_wrapped(optimizer)
     if op == Sum:
