@@ -52,6 +52,18 @@ def endless(loader: Loader) -> Iterator[Any]:
         yield from loader
 
 
+def batches_of(placement: Placement) -> Iterator[Any]:
+    """A rank's parts of the run's batches."""
+    loader = Loader(
+        portability.data(),
+        global_batch_size=BATCH,
+        shuffle=True,
+        data_rank=placement.rank,
+        data_size=placement.size,
+    )
+    return endless(loader)
+
+
 def train_plainly(placement: Placement, asked: dict[str, Any], directory: Path) -> list[float]:
     """The first half of the run, by DeepSpeed's own calls; and its checkpoint."""
     world = join(placement)
@@ -71,16 +83,8 @@ def train_plainly(placement: Placement, asked: dict[str, Any], directory: Path) 
         lr_scheduler=portability.make_scheduler(optimizer),
         config=config,
     )
-    loader = Loader(
-        portability.data(),
-        global_batch_size=BATCH,
-        shuffle=True,
-        data_rank=world.rank,
-        data_size=world.size,
-    )
     losses = []
-    for batch in itertools.islice(endless(loader), HALF):
-        (own,) = batch
+    for (own,) in itertools.islice(batches_of(placement), HALF):
         loss = portability.loss_sum(engine, own.data)
         total, count = loss.total.detach().clone(), torch.as_tensor(loss.count).clone()
         dist.all_reduce(total)
@@ -172,15 +176,8 @@ def go_on_with(placement: Placement, module: Any, directory: Path, stage: int) -
         },
     )
     _, kept = engine.load_checkpoint(str(directory))
-    loader = Loader(
-        portability.data(),
-        global_batch_size=BATCH,
-        shuffle=True,
-        data_rank=placement.rank,
-        data_size=placement.size,
-    )
     losses = []
-    for (own,) in itertools.islice(endless(loader), engine.global_steps, STEPS):
+    for (own,) in itertools.islice(batches_of(placement), engine.global_steps, STEPS):
         loss = portability.loss_sum(engine, own.data)
         sums = torch.stack([loss.total.detach(), torch.as_tensor(float(loss.count))])
         if placement.size > 1:
