@@ -58,7 +58,7 @@ class PreparedOptimizer(EngineSteps, Optimizer):
         accumulating: Callable[[], bool],
         may_skip: bool,
     ) -> None:
-        EngineSteps.__init__(self, optimizer, session, may_skip=may_skip)
+        super().__init__(optimizer, session, may_skip=may_skip)
         self._accumulating = accumulating
 
     def model_among(self, models: Iterable[PreparedModel]) -> PreparedModel | None:

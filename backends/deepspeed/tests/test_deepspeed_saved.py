@@ -64,6 +64,18 @@ def batches_of(placement: Placement) -> Iterator[Any]:
     return endless(loader)
 
 
+def step_by(engine: Any, own: Any, placement: Placement) -> float:
+    """The loss of a batch of which this is a rank's part, by which an engine steps."""
+    loss = portability.loss_sum(engine, own.data)
+    total, count = loss.total.detach().clone(), torch.as_tensor(loss.count).clone()
+    if placement.size > 1:
+        dist.all_reduce(total)
+        dist.all_reduce(count)
+    engine.backward(loss.total * placement.size / count)
+    engine.step()
+    return (total / count).item()
+
+
 def train_plainly(placement: Placement, asked: dict[str, Any], directory: Path) -> list[float]:
     """The first half of the run, by DeepSpeed's own calls; and its checkpoint."""
     world = join(placement)
@@ -85,13 +97,7 @@ def train_plainly(placement: Placement, asked: dict[str, Any], directory: Path) 
     )
     losses = []
     for (own,) in itertools.islice(batches_of(placement), HALF):
-        loss = portability.loss_sum(engine, own.data)
-        total, count = loss.total.detach().clone(), torch.as_tensor(loss.count).clone()
-        dist.all_reduce(total)
-        dist.all_reduce(count)
-        losses.append((total / count).item())
-        engine.backward(loss.total * world.size / count)
-        engine.step()
+        losses.append(step_by(engine, own, placement))
     engine.save_checkpoint(str(directory), client_state={"epoch": 1, "notes": ["plain", 1.5]})
     engine.destroy()
     framework.stop(environment)
@@ -178,13 +184,7 @@ def go_on_with(placement: Placement, module: Any, directory: Path, stage: int) -
     _, kept = engine.load_checkpoint(str(directory))
     losses = []
     for (own,) in itertools.islice(batches_of(placement), engine.global_steps, STEPS):
-        loss = portability.loss_sum(engine, own.data)
-        sums = torch.stack([loss.total.detach(), torch.as_tensor(float(loss.count))])
-        if placement.size > 1:
-            dist.all_reduce(sums)
-        losses.append((sums[0] / sums[1]).item())
-        engine.backward(loss.total * placement.size / sums[1])
-        engine.step()
+        losses.append(step_by(engine, own, placement))
     return kept, losses
 
 

@@ -93,8 +93,7 @@ def read(path: Path) -> EngineState:
         state.optimizer = list(saved.moments())
         state.groups = saved.groups()
         scheduler = saved.model.lr_scheduler
-        # DeepSpeed's own schedulers count otherwise than PyTorch's do.
-        if isinstance(scheduler, Mapping) and "last_epoch" in scheduler:
+        if _is_of_torch(scheduler):
             state.extra["lr_scheduler"] = to_json(scheduler, "lr_scheduler")
     return state
 
@@ -117,7 +116,7 @@ def keep_beside(path: Path, converted: Path) -> None:
         held = files.load(file)
         model = contents.model(held, file)
         scheduler = model.lr_scheduler
-        schedules |= isinstance(scheduler, Mapping) and "last_epoch" not in scheduler
+        schedules |= scheduler is not None and not _is_of_torch(scheduler)
         half |= any(value.dtype is torch.float16 for value in model.module.values())
         each.append(
             {
@@ -142,6 +141,11 @@ def keep_beside(path: Path, converted: Path) -> None:
         )  # fmt: skip
     if half:
         logger.warning("%s: the loss scale of fp16 is not taken over, and begins anew.", converted)
+
+
+def _is_of_torch(scheduler: Any) -> bool:
+    """Whether a state is of a scheduler of PyTorch's: DeepSpeed's own count otherwise."""
+    return isinstance(scheduler, Mapping) and "last_epoch" in scheduler
 
 
 class _Saved:

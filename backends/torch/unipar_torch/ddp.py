@@ -93,8 +93,11 @@ class DDPStrategy(Strategy):
     options: DDPOptions
     engine_options = frozenset(
         {
-            *("bucket_cap_mb", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"),
+            "bucket_cap_mb",
             "compression",
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "static_graph",
         }
     )
 
