@@ -10,7 +10,8 @@ from unipar.utils.garbage_collection import no_collection
 
 warnings.simplefilter("ignore")
 with no_collection():
-    import torch._dynamo
+    # Whatever compiles imports it, as DeepSpeed's optimizers do: two seconds on each rank.
+    import torch._inductor.compile_fx
     import torch.distributed.fsdp  # noqa: F401
 
     import unipar.testing.harness

@@ -126,7 +126,10 @@ def go_on(placement: Placement, strategy: str, path: Path) -> tuple[int, list[fl
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("zero3", 2), ("fsdp", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("single", 1), ("zero3", 2), pytest.param("fsdp", 4, marks=pytest.mark.thorough)],
+)
 def test_goes_on_as_if_undisturbed(
     plain: dict[str, Path],
     world_pool: WorldPools,
