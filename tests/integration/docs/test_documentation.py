@@ -56,10 +56,12 @@ def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=150
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
     )
 
 
+# A self-test of every strategy, which a page asks for, starts two dozen interpreters.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page",
     [
