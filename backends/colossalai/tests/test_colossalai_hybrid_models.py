@@ -22,11 +22,6 @@ pytestmark = pytest.mark.slow
 STEPS, HALF = 10, 5
 NEW = [kind for kind in KINDS if kind not in ("Llama", "Mistral")]
 """Those that no other test has compared."""
-SHORTLY = [
-    # These are divided as GPT-2 and Llama are.
-    pytest.param(kind, marks=pytest.mark.thorough if kind in ("GPTJ", "Qwen2") else [])
-    for kind in NEW
-]
 
 
 def train(
@@ -65,7 +60,7 @@ def assert_same(done: list[Step], wanted: list[Step]) -> None:
         *(pytest.param(name, 2, marks=pytest.mark.thorough) for name in (TP, PP)),
     ],
 )
-@pytest.mark.parametrize("kind", SHORTLY)
+@pytest.mark.parametrize("kind", NEW)
 def test_losses_gradient_norms_and_weights_are_those_of_a_plain_loop(
     kind: str, strategy: str, ranks: int, world_pool: WorldPools
 ) -> None:
@@ -128,7 +123,14 @@ def save_or_resume(
         return done
 
 
-@pytest.mark.parametrize("kind", SHORTLY)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # These are divided as GPT-2 and Llama are.
+        pytest.param(kind, marks=pytest.mark.thorough if kind in ("GPTJ", "Qwen2") else [])
+        for kind in NEW
+    ],
+)
 def test_a_checkpoint_goes_on_whole_and_divided(
     kind: str, world_pool: WorldPools, tmp_path: Path
 ) -> None:

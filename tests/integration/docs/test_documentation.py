@@ -60,7 +60,7 @@ def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-# A self-test of every strategy, which a page asks for, starts two dozen interpreters.
+# A self-test of every strategy, which a page asks for, takes three minutes on two cores.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "page",
